@@ -25,7 +25,7 @@ from meshwright.planner.plan import (
     seconds,
     with_loss_in,
 )
-from meshwright.planner.search import Search, SearchResult
+from meshwright.planner.search import Search, SearchResult, some_plan_fits
 from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
@@ -79,7 +79,10 @@ def _check(problem: Problem, request: Request) -> None:
 
 
 def search_of(problem: Problem, request: Request, programs: BlockPrograms | None = None) -> Search:
-    """The search for a plan, which has not begun, with `programs` if they are of such a graph."""
+    """The search for a plan, with its loss in the parts that are asked for, which has not begun,
+    with `programs` if they are of such a graph."""
+    parts = request.overrides.everywhere("chunked_loss")
+    problem = problem if parts is None else _in_parts(problem, parts)
     if programs is not None and programs.graph.loss_parts != problem.graph.loss_parts:
         programs = None
     return Search(
@@ -91,6 +94,19 @@ def search_of(problem: Problem, request: Request, programs: BlockPrograms | None
         time_limit_s=request.time_limit_s,
         programs=programs,
     )
+
+
+def with_a_plan(search: Search) -> Search:
+    """The search, or that with the loss in `CHUNKS` where this one alone has a plan and nothing is
+    said of parts."""
+    if search.overrides.everywhere("chunked_loss") is not None or some_plan_fits(search):
+        return search
+    parted = with_loss_in(search.problem, CHUNKS)
+    try:  # shardings may name what is gone
+        other = None if parted is None else search.like(problem=parted)
+    except (OverrideError, PlanError):
+        return search
+    return other if other is not None and some_plan_fits(other) else search
 
 
 def _searched(
@@ -119,8 +135,6 @@ def _best(
     traced, and where nothing fits then or its logits take too much, in `CHUNKS`; then what there is
     without, in words."""
     parts, began = request.overrides.everywhere("chunked_loss"), time.monotonic()
-    if parts is not None:
-        problem = _in_parts(problem, parts)
     search = search_of(problem, request, programs)
     limit = search.programs.time
 
@@ -151,11 +165,13 @@ def _in_chunks(
         left_s -= time.monotonic() - began
     if parted is None or (left_s is not None and left_s <= 0):
         return None
-    search = search_of(parted, replace(request, time_limit_s=left_s), programs)
-    try:
-        return search, search.run()
-    except InfeasibleError:
+    try:  # shardings may name what is gone
+        search = search_of(parted, replace(request, time_limit_s=left_s), programs)
+        result = search.run()
+    except (InfeasibleError, OverrideError, PlanError):
         return None
+    search.time_limit_s = request.time_limit_s  # of answers that are asked for later
+    return search, result
 
 
 def _in_parts(problem: Problem, parts: int) -> Problem:

@@ -31,6 +31,7 @@ from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
 from meshwright.costmodel.operators.products import (
     attention,
+    chunk_calls,
     loss_in_parts,
     product,
     split_product_seconds,
@@ -324,6 +325,8 @@ class Pricer(ReshardPricer):
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
         if traits.leaf:
             issued = float(leaf_of(op).work.kernels)
+        if traits.kernel == "chunked":
+            issued = float(chunk_calls(op))
         if self.in_narrow(op):
             issued += cast_calls(target)
         host = issued * device.host_overhead_s * target.host_scale * self.setting.correction(HOST)

@@ -140,17 +140,18 @@ def loss_in_parts(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     device, dtype, (parts, steps) = sizes.setting.cluster.device, sizes.dtype(op), op.args[9:]
     m, n, k, *_ = _extents(sizes, op, strategy)
     x, weight = (sizes.graph.values[op.operands[i]] for i in _pair(op))
-    rows, narrow = m / parts, x.dtype.itemsize
+    parts = min(parts, m)
+    rows, narrow, target = m / parts, x.dtype.itemsize, sizes.setting.target
     products = narrow * (rows * n + rows * k + k * n)
     # a step reads and writes logits; where they are narrow, single precision is made of them
     forward = 2 * narrow * len(steps) + (narrow + WIDE) * (narrow < WIDE)
     backward, passes = 2 * forward, PASSES * WIDE
-    if sizes.setting.target.fusion == "full":
+    if target.fusion == "full" and not target.gradients_come:  # `train_step` compiles none of it
         forward, backward, passes = 0, 2 * narrow, narrow
 
     def entry(column: str, extents: Sequence[tuple[float, float, float]], logit: float) -> Entry:
         busy_s = sum(matmul_seconds(device, dtype, *e, 1, products) for e in extents)
-        busy_s += stream_seconds(device, rows * n * logit) / sizes.setting.target.stream_speed
+        busy_s += stream_seconds(device, rows * n * logit) / target.stream_speed
         flops = sum(2 * math.prod(extent) for extent in extents)
         launches = len(extents) + len(steps) + 2 * PASSES
         return Entry(
@@ -169,6 +170,12 @@ def loss_in_parts(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     ]
 
 
+def chunk_calls(op: Op) -> int:
+    """Operators that the host issues for the forward of a loss in parts."""
+    parts, steps = op.args[9:]
+    return int(parts) * (1 + len(steps) + 2 * PASSES)
+
+
 def chunk_bytes(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
     """Bytes that the backward of a loss in parts holds beside gradients of its operands: a part's
     logits in single precision with their gradient, those between steps, and the weight's gradient
@@ -179,7 +186,7 @@ def chunk_bytes(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
     narrow, wide = x.dtype.itemsize, sizes.setting.kept_bytes
     logit = WIDE + narrow * (narrow < WIDE) + (narrow * (1 + len(steps)) if steps else 0)
     held = max(0, wide - narrow) * weight.requires_grad  # beside the gradient that is made of it
-    return m / float(parts) * n * logit + held * n * k
+    return max(1.0, m / float(parts)) * n * logit + held * n * k
 
 
 def _extents(

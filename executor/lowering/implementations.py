@@ -247,17 +247,21 @@ def _of_part(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a part of the rows, and of each row the logarithm of its Σ exponentials."""
     scores = _wide(how.scores(how.logits(rows, weight, bias)), own=True)
-    place, here = how.places(target, scores.shape[1])
-    top, hit = scores.amax(1), scores.gather(1, place).squeeze(1) * here
-    mean = scores.mean(1) if how.label_smoothing else hit
+    counted = target != how.ignore_index
+    mean = scores.mean(1) if how.label_smoothing else 0.0
+    top = scores.amax(1)
     if how.classes is not None:
+        place, here = how.places(target, scores.shape[1])
+        hit = scores.gather(1, place).squeeze(1).masked_fill(~here, 0)
         top = all_reduce(top, how.classes, "max")
+    else:  # which refuses a class that there is not
+        hit = -torch.ops.aten.nll_loss_nd(scores, target, None, 0, how.ignore_index)
     total = scores.sub_(top.unsqueeze(1)).exp_().sum(1)
     if how.classes is not None:
         total, hit = all_reduce(torch.stack([total, hit]), how.classes)
     total = total.log() + top
     loss = total - (1 - how.label_smoothing) * hit - how.label_smoothing * mean
-    return (loss * (target != how.ignore_index)).sum(), total
+    return loss.masked_fill(~counted, 0).sum(), total
 
 
 def _of_logits(
@@ -282,7 +286,7 @@ def _of_logits(
     if how.label_smoothing:
         grad.sub_(how.label_smoothing / classes)
     grad.scatter_add_(1, place, (here * (how.label_smoothing - 1)).to(grad.dtype).unsqueeze(1))
-    grad.mul_(((target != how.ignore_index) * of_loss).unsqueeze(1))
+    grad.mul_(of_loss).masked_fill_((target == how.ignore_index).unsqueeze(1), 0)
     grad = grad.to(dtype)
     return torch.autograd.grad(scores, logits, grad)[0] if how.steps else grad
 

@@ -42,7 +42,7 @@ def take_plan(
         priced = Evaluator(problem).price(plan)
         check_memory(priced.prediction, problem.cluster)
         _check_margin(priced.prediction, problem.cluster, memory_margin)
-        report = explain_plan(priced, problem, phases_s)
+        report = explain_plan(priced, priced.priced[0].setting.problem, phases_s)
         return Decision(plan=plan, report=report, prediction=priced.prediction)
 
     return launch.agree_on(price)

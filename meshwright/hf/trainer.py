@@ -40,6 +40,7 @@ from meshwright.hf.theirs import (
 )
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
+from meshwright.planner.overrides import Overrides, making_logits
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training import Fitted, fit
@@ -127,6 +128,8 @@ class Trainer:
             ]
         if "compute_loss" in self._overridden:
             computing_loss(model, self.compute_loss)
+        if self.compute_metrics is not None:  # of logits
+            planning["overrides"] = making_logits(planning.get("overrides") or Overrides())
         self.result = auto_parallelize(model, cluster, **{**options, **planning})
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:

@@ -256,11 +256,20 @@ class Answers:
         if self._remaining_s() == 0:
             return CUT_SHORT
         try:
-            search = self.search.like(overrides=overrides)
+            search = self._like(overrides)
             result = self._timed("a plan without an override", search.run)
         except (InfeasibleError, OverrideError):
             return CUT_SHORT if self._remaining_s() == 0 else "without it no plan was found"
         return result.best if self._closed(result) else CUT_SHORT
+
+    def _like(self, overrides: Overrides) -> Search:
+        """The search under other overrides: with its loss in one part again where that was asked
+        for, and is no more."""
+        asked = self.search.overrides.everywhere("chunked_loss")
+        if asked is None or overrides.everywhere("chunked_loss") == asked:
+            return self.search.like(overrides=overrides)
+        whole = with_loss_in(self.search.problem, 1) or self.search.problem
+        return self.search.like(overrides=overrides, problem=whole)
 
     def _closed(self, result: SearchResult) -> bool:
         """Whether no time limit cut a search short."""

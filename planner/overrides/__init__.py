@@ -7,6 +7,7 @@ from meshwright.planner.overrides.overrides import (
     check_allow,
     check_overrides,
     each_dropped,
+    making_logits,
     without,
 )
 from meshwright.planner.overrides.pinned import plan_overrides, without_effect

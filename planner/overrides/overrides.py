@@ -279,6 +279,19 @@ def each_dropped(overrides: Overrides) -> Iterator[Dropped]:
         yield Dropped(said=f"forbid={forbidden!r}", what=f"allow {forbidden}", left=rest)
 
 
+def making_logits(overrides: Overrides) -> Overrides:
+    """The overrides, with a plan that makes all logits of a micro-batch at once. Raises
+    `OverrideError` where they want its loss in parts."""
+    if overrides.chunked_loss not in (None, 1):
+        raise OverrideError(
+            f"={overrides.chunked_loss}: logits are read, of which there is a part at a time",
+            place="override chunked_loss",
+            legal="1",
+            way_out="leave it out, or compute no metrics of logits",
+        )
+    return replace(overrides, chunked_loss=1)
+
+
 def without(overrides: Overrides, *names: str) -> Overrides:
     """The overrides with these left free."""
     free: dict[str, Any] = {name: getattr(Overrides(), name) for name in names}

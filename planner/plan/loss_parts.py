@@ -178,33 +178,35 @@ def _rewritten(graph: Graph, table: sharding.FactorTable, tail: _Tail, parts: in
     product = traits_of(tail.product).product
     assert product is not None
     x = tail.product.operands[product.x]
-    values, rows = dict(graph.values), list[Op]()
+    values, rows = dict(graph.values), dict[str, Op]()
     names = {tail.product.results[0]: x}  # a step's result is what it was made of
     for op in sorted((*tail.rows, *tail.steps), key=graph.ops.index):
         before, after = names[op.operands[0]], op.results[0]
         if op in tail.steps:
             names[after] = before
             continue
-        names[after] = after
+        moved = names[after] = f"{after}_of_rows"  # another value than the rows of logits
         shape = (*graph.values[after].shape[:-1], graph.values[x].shape[-1])
-        values[after] = replace(values[x], shape=shape)
-        rows.append(_moving(op, before, table.ops[op.name].shape_arg, shape))
+        values[moved] = replace(values[x], shape=shape)
+        sizes = table.ops[op.name].shape_arg
+        rows[op.name] = replace(_moving(op, before, sizes, shape), name=moved, results=(moved,))
     loss = _in_one(graph, tail, names[tail.loss.operands[0]], parts)
-    gone = {v for op in (tail.product, *tail.steps) for v in op.results}
-    replaced = {op.name: op for op in (*rows, loss)}
-    kept = [[replaced.get(op.name, op) for op in b.ops if gone.isdisjoint(op.results)]
+    left_out = {op.name for op in (tail.product, *tail.steps)}
+    gone = {v for op in (tail.product, *tail.steps, *tail.rows) for v in op.results}
+    replaced = rows | {loss.name: loss}
+    kept = [[replaced.get(op.name, op) for op in b.ops if op.name not in left_out]
             for b in graph.blocks]  # fmt: skip
     changed = replace(
         graph,
         ops=tuple(op for ops in kept for op in ops),
         values={name: meta for name, meta in values.items() if name not in gone},
         blocks=(),
-        outputs=_without(graph, gone | {op.results[0] for op in rows}),
+        outputs=_without(graph, gone),
         whole=graph,
         loss_parts=parts,
     )
-    sizes = itertools.accumulate(map(len, kept), initial=0)
-    starts = dict(zip(sizes, (block.name for block in graph.blocks), strict=False))
+    at = itertools.accumulate(map(len, kept), initial=0)
+    starts = dict(zip(at, (block.name for block in graph.blocks), strict=False))
     return replace(changed, blocks=blocks_from(changed, starts))
 
 

@@ -16,7 +16,7 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-NARROW = {"fp8": "bf16", "fp4": "fp8"}  # of some products alone -> where units for it lack
+INSTEAD = {"fp8": "bf16", "fp4": "fp8"}  # of some products alone -> where units for it lack
 _EFFICIENCIES = (
     *("matmul_efficiency", "attention_efficiency", "memory_efficiency"),
     "tuned_attention_efficiency",
@@ -128,19 +128,19 @@ class Device:
         in fp8, which is emulated, at bf16's; in fp4 at fp8's."""
         if dtype not in DTYPES:
             raise unknown_name("dtype", dtype, DTYPES)
-        while dtype in NARROW and dtype not in self.peak_flops:
-            dtype = NARROW[dtype]
+        while dtype in INSTEAD and dtype not in self.peak_flops:
+            dtype = INSTEAD[dtype]
         return self.peak_flops.get(dtype, self.peak_flops["fp32"])
 
     @property
     def fastest(self) -> str:
         """The dtype of the highest peak, but for those that are for some products alone."""
-        return max((dtype for dtype in self.peak_flops if dtype not in NARROW), key=self.flops)
+        return max((dtype for dtype in self.peak_flops if dtype not in INSTEAD), key=self.flops)
 
     def product_rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of one matrix product of so many FLOPs, before tiles and waves. One in 8 bits
         or 4 is as far from its peak as one in 16 that would take as long."""
-        if dtype not in NARROW or dtype not in self.peak_flops:
+        if dtype not in INSTEAD or dtype not in self.peak_flops:
             return self.flops(dtype) * self.matmul_efficiency(flops)
         faster = self.flops(dtype) / self.flops("bf16")
         return self.flops(dtype) * self.matmul_efficiency(flops / faster)

@@ -31,22 +31,24 @@ def parallelized(
 
 
 def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Search:
-    """The search that `parallelized` would run, which has not begun; with `--plan` all that a plan
-    decides is decided."""
+    """The search that `parallelized` would run, or end with, which has not begun; with `--plan` all
+    that a plan decides is decided."""
     from meshwright.api import Arguments, asked
     from meshwright.arguments import check_types
-    from meshwright.plan_search import search_of
+    from meshwright.plan_search import search_of, with_a_plan
     from meshwright.planner.overrides import plan_overrides
-    from meshwright.planner.plan import Plan
+    from meshwright.planner.plan import Plan, graph_for
 
     model, arguments = _arguments(args)
     check_types(model=model, cluster=cluster, overrides=overrides, plan=args.plan)
     question = asked(model, cluster, Arguments(overrides=overrides, **arguments))
     request = question.request
     if args.plan:
-        decided = plan_overrides(Plan.load(args.plan), question.problem.graph)
+        plan, problem = Plan.load(args.plan), question.problem
+        graph, _ = graph_for(plan, problem.graph, problem.factors)
+        decided = plan_overrides(plan, graph)
         request = replace(request, overrides=decided)
-    return search_of(question.problem, request)
+    return with_a_plan(search_of(question.problem, request))
 
 
 def _arguments(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

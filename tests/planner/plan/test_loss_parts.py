@@ -1,5 +1,6 @@
 """A loss in parts of its rows: where it can be, what it holds, when it is chosen."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,10 @@ from meshwright.costmodel.operators import Pricer, Setting, op_flops
 from meshwright.costmodel.operators.cost import PASS_COLUMNS
 from meshwright.costmodel.sharding import Run
 from meshwright.costmodel.sharding.strategies import replicated
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import BatchError, StateError
 from meshwright.model import ParallelModel
-from meshwright.planner.overrides import OverrideError
+from meshwright.planner.alternatives import instead
+from meshwright.planner.overrides import OverrideError, making_logits
 from meshwright.planner.plan import InfeasibleError, PlanError, fingerprint, in_parts
 from tests.helpers.planning import cut, problem_of
 from tests.models.models import Traced
@@ -298,3 +300,104 @@ def test_a_backward_makes_logits_again() -> None:
         ]
     product = 2 * ROWS * TOKENS * WIDTH * CLASSES
     assert flops == {1: [product, 2 * product], 4: [product, 3 * product]}
+
+
+# --- where only one of the two graphs will do -----------------------------------------------------
+
+
+class Outputs(Head):
+    """It returns logits as its loss takes them: rows of the batch and of tokens in one."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = self.out(self.body(x).tanh()).view(-1, CLASSES)
+        return {"loss": F.cross_entropy(logits, y.view(-1)), "logits": logits}
+
+
+def small(model: nn.Module, **given: Any) -> ParallelModel:
+    return auto_parallelize(
+        model,
+        Cluster.local(1, measure=False),
+        example_inputs=batch(),
+        global_batch_size=ROWS,
+        precision="fp32",
+        overrides=Overrides(num_microbatches=1, **given),
+    )
+
+
+def test_rows_of_x_are_not_taken_for_logits() -> None:
+    x, y = batch()
+    whole, parted = (small(Outputs(_flat), chunked_loss=n) for n in (1, 3))
+    assert whole.forward((x, y))["logits"].shape == (ROWS * TOKENS, CLASSES)
+    with pytest.raises(StateError, match="logits are asked for"):
+        parted.forward((x, y))
+
+
+def test_labels_out_of_range_are_refused_and_ignored_rows_may_hold_anything() -> None:
+    torch.manual_seed(1)
+    x, y = batch()
+    for label in (-1, CLASSES):
+        wrong = y.clone()
+        wrong[1, 1] = label
+        with pytest.raises(BatchError, match="index that is not there"):
+            small(Head(_flat), chunked_loss=3).train_step((x, wrong))
+    broken = x.clone()
+    broken[0, :3] = math.nan  # whose labels are ignored
+    losses, grads = [], []
+    for parts in (1, 3):
+        torch.manual_seed(1)
+        model = Head(_flat)
+        with torch.no_grad():
+            model.out.bias[0] = -math.inf
+        y[y == 0] = 1
+        ours = small(model, chunked_loss=parts)
+        losses.append(ours.evaluate([(broken, y)]).loss)
+        ours.train_step((x, y))
+        assert model.out.weight.grad is not None
+        grads.append(model.out.weight.grad)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and math.isfinite(losses[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_a_sharding_that_names_the_product_keeps_the_loss_in_one_part() -> None:
+    needs = wide(with_memory(80e9), chunked_loss=1).prediction.fullest_bytes
+    chosen = wide(with_memory(1.03 * needs), shardings={"lm_head:linear": "replicate"})
+    assert chosen.plan.chunked_loss == 1
+
+
+def test_a_given_plan_is_explained_on_its_own_graph() -> None:
+    two = Cluster.from_catalog("h100-sxm", devices_per_node=2)
+    asked = wide(two, chunked_loss=4, tp=2)
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 512}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32_000, **sizes))
+        ids = torch.zeros(8, 512, dtype=torch.long)
+    given = auto_parallelize(
+        model,
+        two,
+        example_inputs={"input_ids": ids, "labels": ids},
+        global_batch_size=8,
+        plan=asked.plan,
+    )
+    details = given.report.details
+    assert details is not None and details.problem.graph.loss_parts == 4
+    assert instead(details.evaluation, details.problem, "lm_head")
+
+
+def test_an_override_of_parts_is_priced_against_one_part() -> None:
+    free, forced = wide(with_memory(80e9)), wide(with_memory(80e9), chunked_loss=64)
+    rows = forced.report.overrides
+    row = next(row for row in rows if "chunked_loss" in row["override"])
+    assert "cost nothing" not in row["effect"] and row["cost"] > 0.1
+    assert forced.prediction.step_time_s > 1.1 * free.prediction.step_time_s
+
+
+def test_more_parts_than_rows_are_as_many_as_rows() -> None:
+    steps = [small(Head(_flat), chunked_loss=n).prediction.step_time_s for n in (64, 10**9)]
+    assert steps[0] == pytest.approx(steps[1])
+
+
+def test_metrics_of_logits_keep_them() -> None:
+    assert making_logits(Overrides(tp=2)).given() == {"tp": 2, "chunked_loss": 1}
+    assert making_logits(Overrides(forbid=["chunked_loss"])).chunked_loss == 1
+    with pytest.raises(OverrideError, match=r"chunked_loss=4: logits are read.*legal: 1"):
+        making_logits(Overrides(chunked_loss=4))
