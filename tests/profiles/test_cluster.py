@@ -72,8 +72,9 @@ class TestValues:
     def test_missing_dtype_runs_at_fp32_rate(self) -> None:
         assert _device().flops("bf16") == 20.0
         assert _device().flops("fp16") == 10.0
-        with pytest.raises(ValueError, match="dtype 'fp4' is unknown"):
-            _device().flops("fp4")
+        assert _device().flops("fp4") == _device().flops("fp8") == 20.0  # emulated
+        with pytest.raises(ValueError, match="dtype 'int4' is unknown"):
+            _device().flops("int4")
 
     def test_clusters_are_values_and_json(self) -> None:
         one, two = (Cluster.from_catalog("h100-sxm", num_nodes=n) for n in (1, 2))

@@ -112,7 +112,7 @@ def test_utilisation_is_of_all_devices_at_their_peak() -> None:
     on = Cluster.from_catalog("dgx-h100")
     found = priced(dataclasses.replace(plan, precision="fp8"), on).prediction
     assert on.device.flops("fp8") > on.device.flops("bf16")
-    part = StageCoster(problem()).model_flops.in_8_bits
+    part = StageCoster(problem()).model_flops.narrow
     assert 0 < part < 1
     seconds = part / on.device.flops("fp8") + (1 - part) / on.device.flops("bf16")
     assert found.mfu == pytest.approx(flops * seconds / (found.step_time_s * 4))
