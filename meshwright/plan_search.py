@@ -21,7 +21,7 @@ from meshwright.planner.plan import (
     InfeasibleError,
     Plan,
     PlanError,
-    in_parts,
+    problem_in,
     seconds,
     with_loss_in,
 )
@@ -82,7 +82,11 @@ def search_of(problem: Problem, request: Request, programs: BlockPrograms | None
     """The search for a plan, with its loss in the parts that are asked for, which has not begun,
     with `programs` if they are of such a graph."""
     parts = request.overrides.everywhere("chunked_loss")
-    problem = problem if parts is None else _in_parts(problem, parts)
+    if parts is not None:
+        try:
+            problem = problem_in(problem, parts)
+        except PlanError as error:
+            raise OverrideError.of(error, "override") from None
     if programs is not None and programs.graph.loss_parts != problem.graph.loss_parts:
         programs = None
     return Search(
@@ -172,11 +176,3 @@ def _in_chunks(
         return None
     search.time_limit_s = request.time_limit_s  # of answers that are asked for later
     return search, result
-
-
-def _in_parts(problem: Problem, parts: int) -> Problem:
-    try:
-        graph, factors = in_parts(problem.graph, problem.factors, parts)
-    except PlanError as error:
-        raise OverrideError.of(error, "override") from None
-    return replace(problem, graph=graph, factors=factors)

@@ -408,7 +408,6 @@ SPECIAL: Mapping[str, Saver] = MappingProxyType({
 REPLACED: Mapping[str, Saver] = MappingProxyType({
     "batch_norm": _synchronised,
     "cross_entropy": _vocabulary_parallel,
-    LOSS_IN_PARTS: _chunked,
     "embedding": _parallel_embedding,
 })  # fmt: skip
 # where the results of an operator lie, if not as `storage.placed` says

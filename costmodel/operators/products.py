@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from meshwright.costmodel.graph import Op
+from meshwright.costmodel.graph import Op, TensorMeta
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
 from meshwright.costmodel.operators.context import merges, pieces
 from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
@@ -137,11 +137,10 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
 
 def loss_in_parts(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     """A product and a loss of its rows, one part of them after the other."""
-    device, dtype, (parts, steps) = sizes.setting.cluster.device, sizes.dtype(op), op.args[9:]
+    device, dtype, target = sizes.setting.cluster.device, sizes.dtype(op), sizes.setting.target
     m, n, k, *_ = _extents(sizes, op, strategy)
-    x, weight = (sizes.graph.values[op.operands[i]] for i in _pair(op))
-    parts = min(parts, m)
-    rows, narrow, target = m / parts, x.dtype.itemsize, sizes.setting.target
+    (x, weight), rows, steps = _part(sizes, op, m)
+    parts, narrow = m / rows, x.dtype.itemsize
     products = narrow * (rows * n + rows * k + k * n)
     # a step reads and writes logits; where they are narrow, single precision is made of them
     forward = 2 * narrow * len(steps) + (narrow + WIDE) * (narrow < WIDE)
@@ -180,13 +179,21 @@ def chunk_bytes(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
     """Bytes that the backward of a loss in parts holds beside gradients of its operands: a part's
     logits in single precision with their gradient, those between steps, and the weight's gradient
     where it is added up in single precision."""
-    parts, steps = op.args[9:]
     m, n, k, *_ = _extents(sizes, op, strategy)
-    x, weight = (sizes.graph.values[op.operands[i]] for i in _pair(op))
+    (x, weight), rows, steps = _part(sizes, op, m)
     narrow, wide = x.dtype.itemsize, sizes.setting.kept_bytes
     logit = WIDE + narrow * (narrow < WIDE) + (narrow * (1 + len(steps)) if steps else 0)
     held = max(0, wide - narrow) * weight.requires_grad  # beside the gradient that is made of it
-    return max(1.0, m / float(parts)) * n * logit + held * n * k
+    return rows * n * logit + held * n * k
+
+
+def _part(
+    sizes: LocalSizes, op: Op, m: float
+) -> tuple[tuple[TensorMeta, ...], float, Sequence[object]]:
+    """The operands x and weight of a loss in parts, rows of one of its parts of m, and steps."""
+    parts, steps = op.args[9:]
+    operands = tuple(sizes.graph.values[op.operands[i]] for i in _pair(op))
+    return operands, max(1.0, m / float(parts)), steps
 
 
 def _extents(

@@ -40,6 +40,7 @@ from meshwright.planner.plan import (
     Plan,
     describe,
     divisors,
+    has_parts,
     seconds,
     sized,
     slower,
@@ -688,7 +689,7 @@ def _logits(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     """The fullest device's bytes without most of its logits, in the chosen plan."""
     taken, before, after = _logits_bytes(search, result)
     if taken > LOGITS * before:
-        ours = f"chunked_loss={CHUNKS}" * (with_loss_in(search.problem, CHUNKS) is not None)
+        ours = f"chunked_loss={CHUNKS}" * has_parts(search.problem)
         theirs = f"a chunked or fused loss (in {CHUNKS} parts)"
         yield {
             "kind": "logits",
@@ -715,5 +716,6 @@ def _logits_bytes(search: Search, result: SearchResult) -> tuple[float, float, f
 def logits_bind(search: Search, result: SearchResult) -> bool:
     """Whether a plan may gain by a loss in parts: its fullest device is full, of logits not
     least."""
-    taken, before, _ = _logits_bytes(search, result)
-    return taken > BINDING * before and before > FULL * search.space.memory_bytes
+    full = result.best.evaluation.prediction.fullest_bytes > FULL * search.space.memory_bytes
+    taken, before, _ = _logits_bytes(search, result) if full else (0.0, 0.0, 0.0)
+    return taken > BINDING * before

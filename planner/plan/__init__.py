@@ -27,7 +27,14 @@ if TYPE_CHECKING:
         stages_of_parameters,
     )
     from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
-    from meshwright.planner.plan.loss_parts import NO_LOGITS, graph_for, in_parts, with_loss_in
+    from meshwright.planner.plan.loss_parts import (
+        NO_LOGITS,
+        graph_for,
+        has_parts,
+        in_parts,
+        problem_in,
+        with_loss_in,
+    )
     from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
     from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of, segments_of, stage_on
     from meshwright.planner.plan.ranges import (

@@ -23,7 +23,6 @@ from meshwright.costmodel.rules import LOSS_IN_PARTS, SCORES, draws, is_pointwis
 from meshwright.planner.blocks import blocks_from
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
-from meshwright.profiles.inputs import MeshwrightError
 
 # said where somebody asks for logits
 NO_LOGITS = {
@@ -48,15 +47,26 @@ class _Tail:
 
 
 def with_loss_in(problem: Problem, parts: int) -> Problem | None:
-    """The problem with its loss in so many parts, 1 for as traced; None where it has no such
-    loss."""
-    if parts == problem.graph.loss_parts:
-        return problem
+    """`problem_in` parts; None where the problem has no such loss."""
     try:
-        graph, factors = in_parts(problem.graph, problem.factors, parts)
-    except MeshwrightError:
+        return problem_in(problem, parts)
+    except PlanError:
         return None
+
+
+def problem_in(problem: Problem, parts: int) -> Problem:
+    """The problem with its loss in so many parts, 1 for as traced. Raises `PlanError` where it has
+    no such loss."""
+    graph, factors = in_parts(problem.graph, problem.factors, parts)
     return replace(problem, graph=graph, factors=factors)
+
+
+def has_parts(problem: Problem) -> bool:
+    """Whether the problem's loss is one that can be in parts."""
+    try:
+        return problem.graph.loss_parts > 1 or bool(_tail(problem.graph, problem.factors))
+    except PlanError:
+        return False
 
 
 def in_parts(

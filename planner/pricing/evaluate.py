@@ -24,7 +24,7 @@ from meshwright.planner.plan import (
     arriving_states,
     check_plan,
     crossings,
-    graph_for,
+    problem_in,
     shared_apart,
 )
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
@@ -181,8 +181,7 @@ class Evaluator:
 
 def _problem_of(plan: Plan, problem: Problem) -> Problem:
     """The problem that a plan solves. Raises `PlanError` where its loss can't be in parts."""
-    graph, factors = graph_for(plan, problem.graph, problem.factors)
-    return replace(problem, graph=graph, factors=factors, precision=plan.precision)
+    return replace(problem_in(problem, plan.chunked_loss), precision=plan.precision)
 
 
 def evaluate(

@@ -21,8 +21,8 @@ from scripts.published.frameworks import Framework, Unpriced, framework_of, with
 from scripts.published.models import Latent, TransformerDims
 from scripts.published.setup import Setup
 
-# the first pattern that "gpu | interconnect" matches, to a catalog node
 LOSS_PARTS = 8  # of rows that say "chunked cross-entropy", torchtune's
+# the first pattern that "gpu | interconnect" matches, to a catalog node
 _NODES = (
     (r"H100-96GB", "grand-teton-h100"),
     (r"p5\.48xlarge", "p5.48xlarge"),
