@@ -275,14 +275,14 @@ class EqualStages:
         for (setup, pipeline), (f, b, w, after) in zip(offered, seconds, strict=True):
             record, m, groups = pipeline.record, pipeline.num_microbatches, pipeline.num_devices
             per_group = pipeline.each / record.copies
-            work, sent = self._work(setup.mesh, m, groups), 2 * setup.chain.typical_send_s
+            work, stages = self._work(setup.mesh, m, groups), round(groups * per_group)
+            sent = 2 * setup.chain.typical_send_s(stages)
             uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
             exposed = 0.0 if record.hides_sends else sent * (1 - 1 / pipeline.num_stages)
             fill = float(record.fill_s(f, b, w, pipeline.shape))
             fill = max(0.0, fill - f * (setup.validated and record.staggered))
             turn = f + b + after / m
             even = m * per_group * (turn + exposed) * uneven + (groups - 1) * fill
-            stages = groups * per_group
             one_s = stages * (f + b - w) + (stages - 1) * sent * (groups > 1)
             yield max(even, in_turn_s(pipeline, one_s * (not setup.paired)))
 

@@ -105,6 +105,7 @@ class Chain:
     _assignments: dict[tuple[int, int, int], Assignment] = field(default_factory=dict, init=False)
     _kinds: dict[int, Kind] = field(default_factory=dict, init=False)
     _typical: dict[int, Sums] = field(default_factory=dict, init=False)
+    _typical_sends: dict[int, float] = field(default_factory=dict, init=False)  # by stages
 
     @cached_property
     def costs(self) -> list[Floats]:
@@ -115,10 +116,16 @@ class Chain:
                 matrices.append(_matrix(table, len(self.cuts[j]), len(self.cuts[j + 1])))
         return [matrices[kind] for kind in self.kinds]
 
-    @cached_property
-    def typical_send_s(self) -> float:
-        """The median of `send_s`."""
-        return float(np.median(self.send_s))
+    def typical_send_s(self, stages: int) -> float:
+        """Seconds of the mean send between so many stages in a row, each cut at the cheapest
+        boundary within half a stage of where even stages end."""
+        if stages not in self._typical_sends:
+            at, size = np.array(self.at), len(self.blocks) / stages
+            off = np.abs(at[None] - size * np.arange(1, max(stages, 2))[:, None])  # (stages - 1, C)
+            near = off <= np.maximum(size / 2, off.min(axis=1, keepdims=True))
+            least_s = np.where(near, self.send_s[at], np.inf).min(axis=1)
+            self._typical_sends[stages] = float(least_s.mean())
+        return self._typical_sends[stages]
 
     # --- the whole model, roughly ---
 
