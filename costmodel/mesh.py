@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from meshwright.costmodel.sharing import Sharing
 
@@ -94,6 +94,11 @@ class HostParts:
 NOT_AWAY = HostParts()
 
 
+# how an optimizer steps: when all gradients are there; by stages that don't wait for each other,
+# and may undo it; or each parameter within the backward, as its gradient is whole
+Stepping: TypeAlias = Literal["at_end", "validated", "in_backward"]
+
+
 class Parts(NamedTuple):
     """A `Setting` without its problem."""
 
@@ -101,4 +106,4 @@ class Parts(NamedTuple):
     batch: Batch
     sharing: Sharing
     host: HostParts
-    validated: bool
+    stepping: Stepping

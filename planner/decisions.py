@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -288,6 +289,12 @@ _TABLE = (
         off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,
         line=lambda validated: "validated afterwards" * any(validated),
     ),
+    Decision(
+        "optimizer_in_backward",
+        "each parameter is stepped as its gradient is whole, and that let go",
+        off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,
+        line=lambda stepped: "optimizer in the backward" * any(stepped),
+    ),
 )  # fmt: skip
 
 _BY_NAME = {d.name: d for d in _TABLE}
@@ -335,6 +342,29 @@ def _of_copies(other: str, clash: Callable[[Any], Any], legal: str) -> Contradic
     )
 
 
+def _of_one_pass() -> Iterator[Contradiction]:
+    """Contradictions of stepping in the backward."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+        ("num_microbatches", lambda m: m > 1, "the gradients of all are added up before a step"),
+        ("pp", lambda pp: pp > 1, "tied weights meet and stages share micro-batches after it"),
+        ("zero", bool, "what is divided is stepped when all of it is there"),
+        ("offload", _away, "the host steps what it has after the backward"),
+        ("post_validation", bool, "a step that has been made part by part is not undone"),
+        ("precision", lambda x: x == "fp16", "a scaled loss asks all gradients before a step"),
+    )
+    for other, clash, why in ruled_out:
+        yield Contradiction(
+            "optimizer_in_backward", other,
+            partial(_if_stepped, clash), why,
+            "one micro-batch and device group, zero=0, nothing in host memory, not fp16",
+            given=other != "precision",
+        )  # fmt: skip
+
+
+def _if_stepped(clash: Callable[[Any], Any], stepped: Any, value: Any) -> Any:
+    return stepped and clash(value)
+
+
 def _away(parts: Any) -> bool:
     return any(parts.values())
 
@@ -357,6 +387,7 @@ CONTRADICTIONS = (
         "post_validation", "offload", lambda validated, parts: validated and _away(parts),
         "states are undone on devices", _PIPELINE,
     ),
+    *_of_one_pass(),
     _of_copies("pp", lambda pp: pp % 2, "an even pp"),
     _of_copies("num_microbatches", lambda m: m % 2, "an even num_microbatches"),
     _of_copies("zero", lambda zero: zero == 3, "zero 0 to 2"),

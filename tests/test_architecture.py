@@ -193,6 +193,7 @@ KNOBS = {
     "virtual stages": {"virtual", "virtual_stages"},
     "placement": {"placement", "placements"},
     "post_validation": {"post_validation"},
+    "optimizer_in_backward": {"optimizer_in_backward"},
     "chunked_loss": {"chunked_loss"},
     "recompute": {"recompute"},
     "schedule": {"schedule"},

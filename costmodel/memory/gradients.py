@@ -8,14 +8,16 @@ scatter leaves a shard: two buckets are under way, and on a CPU hold what was re
 is sent. ZeRO-3's are `fully_shard`'s: those of one block, the copy that is scattered, and that of
 the block before, if the same backward made it. What goes to host memory leaves with the backward
 that makes it whole, two at a time on their way; but where shards are replicated it waits for the
-step's end. Of a parameter that several blocks read, autograd adds up what they give, and nothing is
+step's end. Where the optimizer steps in the backward, nothing stays: a bucket is let go two behind,
+what no collective sums at once, when the optimizer has made what it makes for one parameter at a
+time. Of a parameter that several blocks read, autograd adds up what they give, and nothing is
 taken of the sum before the first of them has given its part.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.sharing import Sharing
@@ -42,7 +44,9 @@ class Trained:
 class Reduction:
     """Reduction of a stage's gradients: its `sharing`, bytes of an element as autograd makes it and
     as it is added up, bytes of a bucket and of what travels alone, whether a scatter receives
-    beside what it sends (`received`: on a CPU), and whether shards are `replicated`."""
+    beside what it sends (`received`: on a CPU), and whether shards are `replicated`. An optimizer
+    that steps in the backward makes so many bytes for so many elements of one parameter
+    (`stepping`)."""
 
     sharing: Sharing
     weight_bytes: int
@@ -51,6 +55,7 @@ class Reduction:
     alone_bytes: int
     received: bool
     replicated: bool = False
+    stepping: Callable[[float], float] | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -142,7 +147,10 @@ class GradientBytes:
         if bucket.host and p.holders == 1:
             bucket.made = False
             self._send(bucket.nbytes)
-        elif self._reduces and not bucket.waiting and (bucket.scattered or bucket.host):
+        elif self.reduction.stepping is not None and p.holders == 1:
+            bucket.made = False
+            highest = max(highest, self._step(bucket))
+        elif self._reduces and not bucket.waiting and self._leaves(bucket):
             if bucket in self._under_way:  # its last reduction ends before it begins another
                 self._under_way.remove(bucket)
                 self._finish(bucket)
@@ -151,7 +159,19 @@ class GradientBytes:
             bucket.made = False
             self._under_way.append(bucket)
             while len(self._under_way) > SCATTERED_AT_ONCE:
-                self._finish(self._under_way.popleft())
+                highest = max(highest, self._finish(self._under_way.popleft()))
+        return highest
+
+    def _leaves(self, bucket: _Bucket) -> bool:
+        """Whether a bucket is let go when it is reduced."""
+        return bucket.scattered or bucket.host or self.reduction.stepping is not None
+
+    def _step(self, bucket: _Bucket) -> float:
+        """Step the parameters of a bucket, and let their gradients go: the most bytes at once."""
+        assert self.reduction.stepping is not None
+        largest = max(self.trained[k].numel for k in bucket.members)
+        highest = self.live + self.reduction.stepping(largest)
+        self.live -= bucket.nbytes
         return highest
 
     def _gathered(self, k: int) -> float:
@@ -188,14 +208,19 @@ class GradientBytes:
         while len(self._sent) > SENT_AT_ONCE:
             self.live -= self._sent.popleft()
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _finish(self, bucket: _Bucket) -> float:
+        """End a reduction: the most bytes at once."""
+        if self.reduction.stepping is not None:
+            return self._step(bucket)
+        highest = self.live
         self.live -= bucket.nbytes + self._beside(bucket) - bucket.shard_bytes
         if bucket.host:
             self._send(bucket.shard_bytes)
-            return
+            return highest
         if id(bucket) in self._shards:  # added to what earlier micro-batches left
             self.live -= bucket.shard_bytes
         self._shards.add(id(bucket))
+        return highest
 
     def finish(self) -> float:
         """End all reductions; returns what the optimizer reads."""

@@ -46,9 +46,11 @@ class Optimizer:
         """Bytes of weight and moments, which undo a wrong step."""
         return self.kept_bytes + self.moments
 
-    def issues(self, device: str) -> float:
-        """Operators that a step issues for one parameter; on a GPU a few kernels step all."""
-        return self.operators * DTENSOR_ISSUES if device == "cpu" else 0.0
+    def issues(self, device: str, *, alone: bool = False) -> float:
+        """Operators that a step issues for one parameter; on a GPU a few kernels step all that it
+        doesn't step `alone`."""
+        each = device == "cpu" or alone
+        return max(self.operators, 1 * alone) * DTENSOR_ISSUES if each else 0.0
 
     def temporary_bytes(self, numels: Sequence[float], device: str) -> float:
         """Bytes that a step makes beside its states for parameters of such sizes."""

@@ -134,8 +134,10 @@ class ParameterPricer:
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         moved = numel * setting.optimizer.moved * target.optimizer_passes
         on = setting.cluster.device
-        issued = setting.optimizer.issues(on.kind) * on.launch_overhead_s
+        issued = setting.optimizer.issues(on.kind, alone=setting.in_backward) * on.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
+        if setting.in_backward and on.kind != "cpu":  # a host issues it ahead of the device
+            issued = max(issued - stepped.seconds, 0.0)
         yield stepped._replace(seconds=stepped.seconds + issued)
         shard = stepped.times(1 / shards.size)
         yield shard._replace(column="shard_s", seconds=shard.seconds + issued)

@@ -9,7 +9,7 @@ from functools import cached_property
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
 from meshwright.costmodel.memory import Optimizer, fused, optimizer_named
-from meshwright.costmodel.mesh import NOT_AWAY, Batch, HostParts, Mesh, Parts
+from meshwright.costmodel.mesh import NOT_AWAY, Batch, HostParts, Mesh, Parts, Stepping
 from meshwright.costmodel.operators.cost import Axis, Entry
 from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.sharding import FactorTable, Meeting
@@ -62,15 +62,15 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A stage's mesh in a problem, its batch, sharing of its states and parts in host memory. Steps
-    that are `validated` afterwards keep what they may have to undo."""
+    """A stage's mesh in a problem, its batch, sharing of its states, parts in host memory, and how
+    its optimizer steps."""
 
     problem: Problem
     mesh: Mesh
     batch: Batch
     sharing: Sharing = UNSHARED
     host: HostParts = NOT_AWAY
-    validated: bool = False
+    stepping: Stepping = "at_end"
 
     @property
     def cluster(self) -> Cluster:
@@ -109,9 +109,19 @@ class Setting:
         return self.problem.profile
 
     @property
+    def validated(self) -> bool:
+        """Whether steps are validated afterwards, and keep what they may have to undo."""
+        return self.stepping == "validated"
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether each parameter is stepped as its gradient is whole."""
+        return self.stepping == "in_backward"
+
+    @property
     def parts(self) -> Parts:
         """The setting without its problem."""
-        return Parts(self.mesh, self.batch, self.sharing, self.host, self.validated)
+        return Parts(self.mesh, self.batch, self.sharing, self.host, self.stepping)
 
     @cached_property
     def of_pass(self) -> Setting:
@@ -129,7 +139,7 @@ class Setting:
             plain if plain.secondary == self.secondary and not self.hops else any_stage,
             batch=replace(self.batch, microbatches=min(self.batch.microbatches, 2)),
             host=NOT_AWAY,
-            validated=False,
+            stepping=self.stepping if self.in_backward else "at_end",
         )
 
     @cached_property

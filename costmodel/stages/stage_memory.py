@@ -126,7 +126,7 @@ def stage_memory(
         second_bytes=second,
         last_bytes=np.zeros_like(second),
         end_bytes=np.zeros_like(second),
-        step_bytes=gradients.read + _temporary_bytes(sums, setting),
+        step_bytes=gradients.read + _temporary_bytes(sums, setting) * (not setting.in_backward),
         put_off_bytes=put_off,
     )
 
@@ -189,6 +189,11 @@ def _followed(
     sending = np.minimum(SENT_AT_ONCE * largest, full) * offload.sent_gradients(setting)
     if not sharing.divides or not summed:
         first = np.minimum(states.gradients + later, grown + bucket)
+        if setting.in_backward:  # a few are there, and what the optimizer makes for one
+            stepped = largest * (1 + setting.optimizer.temporary / setting.kept_bytes)
+            first = np.minimum(first, later + stepped + (1 + SCATTERED_AT_ONCE) * bucket)
+            nothing = np.zeros_like(full)
+            return _Gradients(between=nothing, first=first, later=first, read=nothing)
         first, later = first + sending, later + sending
         return _Gradients(between=states.gradients, first=first, later=later, read=here * full)
     if sharing.gathers:

@@ -1,13 +1,22 @@
-"""Checksums of what is written and read: XXH3 of 64 bits, which finds damage, not forgery."""
+"""Checksums of blocks that are written and read, XXH3 of 64 bits, which finds damage, not forgery;
+and progress of that in bytes."""
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import xxhash
 
+from meshwright.executor.ranks import launch
+from meshwright.planner.plan import sized
+
+progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
+EVERY_S = 0.1
 BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
 
 
@@ -42,3 +51,32 @@ def checksum_of_file(path: Path) -> str:
         while count := file.readinto(block):
             state.update(block[:count])
     return state.hexdigest()
+
+
+class MovedBytes:
+    """Bytes of `total` that this rank has moved. Rank 0 says so of its own, now and then and at the
+    end, as `reading a checkpoint: 1.2 GiB of 3.4 GiB`; by `what` it does."""
+
+    def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.what, self.total, self.clock = what, total, clock
+        self.done, self.next_s = 0, clock()
+        self._lock = threading.Lock()  # threads read side by side
+        self.said = launch.rank() == 0 and progress.isEnabledFor(logging.DEBUG)
+        ranks = launch.world_size() if launch.running() else 1
+        self.whose = f" (rank 0 of {ranks})" if ranks > 1 else ""
+
+    def __call__(self, count: int) -> None:
+        """So many more are moved."""
+        with self._lock:
+            self._add(count)
+
+    def _add(self, count: int) -> None:
+        before, self.done = self.done, self.done + count
+        if not self.said or before >= self.total:  # files hold more than their tensors
+            return
+        now = self.clock()
+        if now >= self.next_s or self.done >= self.total:
+            self.next_s = now + EVERY_S
+            done, share = sized(min(self.done, self.total)), self.done / self.total
+            said = (self.what, done, sized(self.total), self.whose)
+            progress.debug("%s: %s of %s%s", *said, extra={"share": share})

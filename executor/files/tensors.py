@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.executor.errors import DamagedError, UnwrittenError
-from meshwright.executor.files.checksums import Moved, checksum_of, read_blocks
+from meshwright.executor.files.checksums import Moved, MovedBytes, checksum_of, read_blocks
 from meshwright.executor.files.chunks import Box, ChunkRead, LocalChunks, narrowed
 from meshwright.executor.files.manifest import SavedFile, StoredChunk, StoredTensor
-from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.files.safetensors_file import (
     NAMES_OF_DTYPES,
     Kind,

@@ -23,6 +23,7 @@ import torch
 
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files.atomic_folder import followed, published
+from meshwright.executor.files.checksums import MovedBytes
 from meshwright.executor.files.chunks import ChunkRead
 from meshwright.executor.files.manifest import (
     OLD_METADATA,
@@ -31,7 +32,6 @@ from meshwright.executor.files.manifest import (
     read_checkpoint,
     read_manifest,
 )
-from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.files.paths import inside
 from meshwright.executor.files.tensors import read_tensors
 from meshwright.profiles import inputs

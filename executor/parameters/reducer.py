@@ -15,7 +15,8 @@ collectives:
 A gradient that is whole on every rank stays where autograd leaves it, or is added up in that dtype.
 ZeRO-3's data axis is `fully_shard`'s (`zero3.py`). What lies in host memory goes there, and is
 added up there, as soon as it is whole: in each backward where no collective sums it, or ZeRO-2's
-does, else in the last.
+does, else in the last. An optimizer that steps in the backward has each parameter then, and its
+gradient is let go; that of a bucket when a few more are under way.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, SCATTERED_AT_ONCE, SENT_AT_ONCE
 from meshwright.executor.devices import to_host
 from meshwright.executor.host_memory import Aside
+from meshwright.executor.parameters.optimizer_steps import StepInBackward
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, local_part, reduce_scatter_flat, split_parts
@@ -160,7 +162,8 @@ class Reducer:
         self.next_bucket = 0  # to be reduced
         self.last_backward = False  # of the step
         self.every_gradient = False  # the backward makes all of them, and is not the last
-        self.scattering: deque[Bucket] = deque()
+        self.under_way: deque[Bucket] = deque()  # whose gradients are let go at their end
+        self.stepping: StepInBackward | None = None
         self.to_host = GradientsToHost(place.device)
         alike: dict[tuple[Collectives, bool, bool], list[StageParameter]] = {}
         for p in self.parameters:
@@ -187,8 +190,9 @@ class Reducer:
         leaf: Any = p.leaf  # whose method is untyped
         leaf.register_post_accumulate_grad_hook(hook)
 
-    def begin(self) -> None:
-        """Before a step."""
+    def begin(self, stepping: StepInBackward | None = None) -> None:
+        """Before a step, of which an optimizer may be stepped in the backward."""
+        self.stepping = stepping
         for bucket in self.buckets:
             bucket.wait_for_all_views()
         self.next_bucket = 0
@@ -235,7 +239,11 @@ class Reducer:
             so_far, given = p.gradient, leaf.grad
             summed = given.to(p.stored.dtype) if so_far is None else so_far.add_(given)
             p.gradient, leaf.grad = summed, None
-        if self.last_backward:
+        if self.stepping is not None and self.stepping.takes(p):
+            p.gradient, leaf.grad = summed, None
+            del summed
+            self.stepping.step(p)
+        elif self.last_backward:
             p.norm = torch.linalg.vector_norm(summed, dtype=torch.float32)
 
     def _send_whole(self, p: StageParameter, place: Place, leaf: torch.Tensor) -> None:
@@ -255,15 +263,24 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         """Start a bucket's reduction. Of a scattered one the gradients are let go at its end, so
-        that few are under way, as are those that go to the host; the result of another lies in
-        them."""
+        that few are under way, as are those that go to the host or are stepped; the result of
+        another lies in them."""
         bucket.start()
-        if bucket.rows > 1 or bucket.to_host is not None:
-            if bucket in self.scattering:  # of an earlier backward, and over
-                self.scattering.remove(bucket)
-            self.scattering.append(bucket)
-            while len(self.scattering) > SCATTERED_AT_ONCE:
-                self.scattering.popleft().wait()
+        if bucket.rows > 1 or bucket.to_host is not None or self.stepping is not None:
+            if bucket in self.under_way:  # of an earlier backward, and over
+                self.under_way.remove(bucket)
+            self.under_way.append(bucket)
+            while len(self.under_way) > SCATTERED_AT_ONCE:
+                self._end(self.under_way.popleft())
+
+    def _end(self, bucket: Bucket) -> None:
+        """Wait for a reduction, and step the parameters whose gradients it made whole."""
+        bucket.wait()
+        if self.stepping is not None:
+            bucket.give_gradients()
+            for p in (view.parameter for view in bucket.views):
+                if self.stepping.takes(p):
+                    self.stepping.step(p)
 
     def after_backward(self) -> None:
         """After a backward that is not the last: reduce what ZeRO-2 reduces every time."""
@@ -281,14 +298,17 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait for the reductions and give every parameter its gradient."""
-        self.scattering.clear()
+        while self.under_way:
+            self._end(self.under_way.popleft())
         for bucket in self.buckets:
             bucket.wait()
         there = self.to_host.finish()
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.stepping is None else ():
             bucket.shard = there.get(id(bucket), bucket.shard)
             bucket.give_gradients()
         for p in self.parameters:
+            if self.stepping is not None and p.value in self.stepping.stepped:
+                continue
             p.gradient = there.get(id(p), p.gradient)
             if p.gradient is None:
                 p.gradient = torch.zeros_like(p.leaf) if p.leaf.grad is None else p.leaf.grad

@@ -118,12 +118,14 @@ def run_steps(
     recorder.flops.clear()
     begin = len(recorder.events)
     with recorder.pricing():
-        runtime.train_step(inputs, _observer(runtime, recorder))
+        in_backward = steps if runtime.plan.optimizer_in_backward else None
+        runtime.train_step(inputs, _observer(runtime, recorder), optimizer=in_backward)
         recorder.wait()
     recorder.memory.name((_local(p.grad) for p in parameters if p.grad is not None), GRADIENTS)
-    clip_(runtime.stage_parameters, runtime.place, 1.0)
-    with recorder.pricing():
-        step(steps)
+    if in_backward is None:
+        clip_(runtime.stage_parameters, runtime.place, 1.0)
+        with recorder.pricing():
+            step(steps)
     recorder.memory.end()
     of_step, recorder.step = recorder.flops.copy(), (begin, len(recorder.events))
     recorder.saved = planned_save(runtime, steps)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +27,8 @@ from meshwright.executor.parameters import (
     LossScale,
     Reducer,
     StepGuard,
+    StepInBackward,
+    UndoableStep,
     WeightGather,
     WholeTensors,
     accumulate_grads,
@@ -65,6 +66,7 @@ from meshwright.executor.stages import (
     UserModel,
     add_totals,
     check_evaluable,
+    check_steps_alone,
     look_ups_named,
     replicated,
 )
@@ -150,25 +152,46 @@ class Runtime(RankState):
 
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def train_step(
-        self, batch: Any, observe: Observer | None = None, *, local: bool = False
+        self,
+        batch: Any,
+        observe: Observer | None = None,
+        *,
+        local: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> torch.Tensor:
         """Forward and backward of one global batch, or of this rank's share of it (`local`);
         returns the mean loss on every rank.
 
         Gradients are added to `.grad` if all of them are finite, on every rank, and dropped
-        otherwise. `observe` runs each instruction and phase in the runtime's stead.
+        otherwise; but an `optimizer` steps in the backward, whatever they are. `observe` runs each
+        instruction and phase in the runtime's stead.
         """
         self.validation.settle()
-        step, losses = self.passes(batch, observe, local=local)
+        stepping = None if optimizer is None else self._in_backward(optimizer)
+        step, losses = self.passes(batch, observe, local=local, stepping=stepping)
         with torch.no_grad():
             (observe or unobserved)(Phase.DELIVER, partial(self._accumulate_grads, step))
+            if stepping is not None:
+                stepping.step_rest(self.stage_parameters)
             self.settle_buffers()
             self.steps += 1
             loss = step.mean_loss(losses)
         return with_backward_done(loss)
 
+    def _in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
+        """An optimizer that is stepped in the backward of the next step."""
+        check_steps_alone(optimizer)
+        optimizer.zero_grad()
+        maybe = self.planned.absent([0.0] * len(self.planned.edges))
+        return StepInBackward(optimizer, maybe, self.place.device)
+
     def passes(
-        self, batch: Any, observe: Observer | None, *, local: bool
+        self,
+        batch: Any,
+        observe: Observer | None,
+        *,
+        local: bool,
+        stepping: StepInBackward | None = None,
     ) -> tuple[Step, list[torch.Tensor]]:
         """Forward, backward and reduction: the step and, on last stages, losses by micro-batch."""
         self._check_ready()
@@ -182,7 +205,7 @@ class Runtime(RankState):
         step, inputs = self._prepared(batch, local)
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
-            reducer.begin()
+            reducer.begin(stepping)
         self.flow.begin()
         observed = observe or unobserved
         write_weights(self.stage_parameters, self.graph)
@@ -678,121 +701,3 @@ class Validation:
             return not repeats
 
         return EarlyForwards(part=part, holds=holds)
-
-
-# --- undoable optimizers --------------------------------------------------------------------------
-
-# An optimizer's step that can be undone: weights and states put back, and the step made again.
-
-
-Options = list[dict[str, Any]]  # of each group of an optimizer, parameters apart
-
-
-@dataclass(slots=True, kw_only=True)
-class UndoableStep:
-    """One step of an optimizer on the gradients that are there. `options` are learning rates and
-    the like of this step, whatever a schedule makes of them; `tensors` what `step` changed, each
-    with its copy, and `states` what there was of each parameter; `gradients` those of this step,
-    with the version of their memory."""
-
-    optimizer: torch.optim.Optimizer
-    options: Options
-    left: Options = field(default_factory=list)
-    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-    gradients: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> UndoableStep:
-        return UndoableStep(optimizer=optimizer, options=_options(optimizer))
-
-    def step(self) -> None:
-        """Step, and keep a copy of the weights and states of all that has a gradient."""
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for p in held:
-            if p.grad is None:
-                continue
-            self.gradients[p] = p.grad, local_of(p.grad)._version
-            state = self.optimizer.state.get(p, {})
-            for x in (p, *state.values()):
-                if isinstance(x, torch.Tensor):
-                    self.tensors.append((x, local_of(x.detach()).clone()))
-            self.states[p] = {
-                name: x if isinstance(x, torch.Tensor) else copy.deepcopy(x)
-                for name, x in state.items()
-            }
-        self.optimizer.step()
-        self.left = _options(self.optimizer)
-
-    @contextmanager
-    def own_gradients(self) -> Iterator[None]:
-        """Context in which parameters have the gradients of this step, whatever they have now.
-        Raises StateError where those were written since."""
-        now = {p: p.grad for p in self.gradients}
-        for p, (gradient, version) in self.gradients.items():
-            if local_of(gradient)._version != version:
-                raise StateError(
-                    " were written before their step was validated, which may have to be made "
-                    "again with them",
-                    place="gradients of the last train_step",
-                    legal="gradients that stay, or that are let go (zero_grad's set_to_none=True)",
-                    way_out="drop what writes them (train_step(..., optimizer=) zeroes and clips), "
-                    "or call result.settle() before",
-                )
-            p.grad = gradient
-        try:
-            yield
-        finally:
-            for p, theirs in now.items():
-                if theirs is not self.gradients[p][0]:
-                    p.grad = theirs
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Put back what was kept."""
-        self.optimizer.state.update(self.states)
-        here = [local_of(x.detach()) for x, _ in self.tensors]
-        if here:
-            torch._foreach_copy_(here, [before for _, before in self.tensors])
-
-    def step_again(self) -> None:
-        """Step with the options of this step; what a schedule made of them since stays."""
-        now = _options(self.optimizer)
-        _write(self.optimizer, self.options)
-        self.optimizer.step()
-        newer = [
-            {name: x for name, x in gradient.items() if name not in was or not _same(x, was[name])}
-            for gradient, was in zip(now, self.left, strict=True)
-        ]
-        _write(self.optimizer, newer)
-
-    def forget(self) -> None:
-        """Let go of the copies."""
-        self.tensors, self.states, self.gradients = [], {}, {}
-
-
-def _options(optimizer: torch.optim.Optimizer) -> Options:
-    return [
-        {
-            name: x.clone() if isinstance(x, torch.Tensor) else copy.copy(x)
-            for name, x in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _write(optimizer: torch.optim.Optimizer, options: Options) -> None:
-    """Set options of each group; tensors in place, as a schedule holds them."""
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        for name, x in values.items():
-            if isinstance(x, torch.Tensor) and isinstance(group[name], torch.Tensor):
-                group[name].copy_(x)
-            else:
-                group[name] = x
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)

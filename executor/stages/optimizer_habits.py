@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.executor.errors import OptimizerError
+from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import launch
 
 STEPS, SHAPE = 3, (4, 4)
@@ -28,6 +29,7 @@ MASKED = frozenset(
 )
 
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+_alone: WeakSet[torch.optim.Optimizer] = WeakSet()  # that step each parameter by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,22 @@ def check_habits(optimizer: torch.optim.Optimizer) -> None:
                 way_out=f"result.whole_tensor_optimizer({name}, ...), or plan without ZeRO and tp",
             )
     _checked.add(optimizer)
+
+
+def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that can't step one parameter without the others."""
+    if optimizer in _alone or launch.rehearsed():
+        return
+    kind = type(optimizer)
+    if isinstance(optimizer, WholeTensors) or habits(kind, optimizer.defaults).looks_across:
+        raise OptimizerError(
+            f": {kind.__name__} needs several parameters at once, and the plan steps each as its "
+            "gradient is whole (optimizer_in_backward)",
+            place="train_step: optimizer",
+            legal="an optimizer that steps each parameter by itself",
+            way_out="plan with Overrides(optimizer_in_backward=False)",
+        )
+    _alone.add(optimizer)
 
 
 def habits(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Habits:

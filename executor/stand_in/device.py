@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
+from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
@@ -157,11 +159,15 @@ def standing_in() -> Iterator[None]:
         return wait(work, *args)
 
     accelerator.current_stream, works.wait = module().current_stream, waited
+    # a rank alone has plain parameters, which optimizers step at once on a GPU
+    stepped_at_once: Any = _foreach_supported_types
+    stepped_at_once.append(FakeTensor)
     try:
         yield
     finally:
         ORDER.followed = False
         accelerator.current_stream, works.wait = current, wait
+        stepped_at_once.remove(FakeTensor)
 
 
 def _hook() -> Any:

@@ -63,10 +63,14 @@ class Steps(PlannedModel):
         step ahead of others, of whose gradients it learns in the next step, and puts its own right
         then. The loss is waited for when it is read; whatever else reads or writes the model's
         state here (`settle()` does nothing else) waits for the step, and all ranks call it alike.
+        A plan with `optimizer_in_backward` makes no other steps: each parameter is stepped as its
+        gradient is whole, which is let go then, so that nothing is clipped, dropped or left in
+        `.grad`, and hooks of the optimizer's step run once a parameter.
         """
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         check_step(optimizer, max_grad_norm)
+        self._check_in_backward(optimizer, max_grad_norm)
         inputs = with_targets(batch, targets)
         if optimizer is not None:
             return self._whole_step(inputs, optimizer, max_grad_norm, local=local)
@@ -75,6 +79,21 @@ class Steps(PlannedModel):
             lambda watch: runtime.train_step(inputs, observe=watch, local=local),
             lambda: self._size(inputs, local),
         )
+
+    def _check_in_backward(
+        self, optimizer: torch.optim.Optimizer | None, max_norm: float | None
+    ) -> None:
+        """Raise ValueError for a step that a plan with `optimizer_in_backward` does not make."""
+        if self.plan.optimizer_in_backward and (optimizer is None or max_norm is not None):
+            what = "optimizer=None" if optimizer is None else f"max_grad_norm={shown(max_norm)}"
+            why = "leaves" if optimizer is None else "clips by the norm of"
+            raise MeshwrightError(
+                f" {why} all gradients, and the plan lets each go in the backward "
+                "(optimizer_in_backward)",
+                place=f"train_step: {what}",
+                legal="optimizer=, without max_grad_norm",
+                way_out="give it so, or plan with Overrides(optimizer_in_backward=False)",
+            )
 
     def _whole_step(
         self, inputs: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, *, local: bool
@@ -86,6 +105,14 @@ class Steps(PlannedModel):
                 said := other_than_counted(optimizer, self.plan, self._problem)
             ):
                 log.warning("%s", said)
+        if self.plan.optimizer_in_backward:
+            runtime = self.runtime
+            return self.monitor.train_step(
+                lambda watch: runtime.train_step(
+                    inputs, observe=watch, local=local, optimizer=optimizer
+                ),
+                lambda: self._size(inputs, local),
+            ).detach()
         if not self.plan.post_validation:
             optimizer.zero_grad()
             loss = self.train_step(inputs, local=local)

@@ -92,8 +92,9 @@ def make_draft(
         stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
         chunked_loss=coster.graph.loss_parts,
     )
-    if stages[0].setup.validated and len(plan.devices) > 1:
-        plan = dataclasses.replace(plan, post_validation=True)
+    stepping = stages[0].setup.stepping
+    if stepping != "validated" or len(plan.devices) > 1:
+        plan = plan.stepped(stepping)
     assignments = _assignments(stages)
     arriving = arriving_states(plan, coster.graph, assignments)
     blocks = (

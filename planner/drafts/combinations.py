@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.mesh import HostParts, Mesh
+from meshwright.costmodel.mesh import HostParts, Mesh, Stepping
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
@@ -18,21 +18,24 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
     """Mesh of a pipeline stage as it was asked for, how its states are shared out, what it gives up
-    for memory, and the chain that gives its costs; `validated` as in `Setting`."""
+    for memory, and the chain that gives its costs; `stepping` as in `Setting`."""
 
     mesh: Mesh
     sharing: Sharing
     chain: Chain
     relief: Relief = NO_RELIEF
-    validated: bool = False
+    stepping: Stepping = "at_end"
 
     @property
     def setting(self) -> Setting:
         host = self.relief.host
         host = replace(host, weights=0.0, files=0.0) if self.sharing.gathers else host
-        return replace(
-            self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
-        )
+        return replace(self.chain.setting, sharing=self.sharing, host=host, stepping=self.stepping)
+
+    @property
+    def validated(self) -> bool:
+        """Whether steps are validated afterwards."""
+        return self.stepping == "validated"
 
     @property
     def paired(self) -> bool:

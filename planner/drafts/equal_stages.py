@@ -96,7 +96,7 @@ class EqualStages:
         self._in_setting: dict[Any, list[Waiting]] = {}  # by `_alike_setting`
         self._relieved: dict[int, list[Combination]] = {}  # by who waited
         self._works: dict[tuple[Mesh, int, int], tuple[float, float]] = {}
-        # by chain, sharing, relief, whether validated, policies
+        # by chain, sharing, relief, stepping, policies
         self._levels = Memo[tuple[Any, ...], RecomputeLevels]()
         self._tried = Memo[int, list[int]]()  # by data-parallel degree
 
@@ -109,7 +109,7 @@ class EqualStages:
     def setups(self, mesh: Mesh, m: int, relief: Relief | None = None) -> Iterator[StageSetup]:
         """Setups of a mesh: modes that may pay, ZeRO stages, a `relief` (the user's by default)."""
         relief = relief or self.space.reliefs[0]
-        validated = bool(self.space.restrictions.validated)
+        stepping = self.space.restrictions.steppings[0]
         forced = self.space.restrictions.recompute
         for transport, ways in self.space.transports(mesh).items():
             fast: Chain | None = None
@@ -120,12 +120,13 @@ class EqualStages:
                 fast = fast or chain
                 for sharing in ways:
                     yield StageSetup(
-                        mesh=mesh, sharing=sharing, chain=chain, relief=relief, validated=validated
+                        mesh=mesh, sharing=sharing, chain=chain, relief=relief, stepping=stepping
                     )
 
     def _setting(self, mesh: Mesh, m: int, sharing: Sharing = UNSHARED) -> Setting:
-        rows = self.space.global_batch_size / m / mesh.dp
-        return self.programs.coster.setting(mesh, Batch(rows=rows, microbatches=m), sharing)
+        batch = Batch(rows=self.space.global_batch_size / m / mesh.dp, microbatches=m)
+        stepping = self.space.restrictions.steppings[0]
+        return self.programs.coster.setting(mesh, batch, sharing, stepping=stepping)
 
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
         """(K,): lower bound on each block's seconds per micro-batch; inf where it can't run."""
@@ -198,12 +199,16 @@ class EqualStages:
     def _scheduled(
         self, setup: StageSetup, choice: MeshChoice
     ) -> Iterator[tuple[StageSetup, list[Pipeline]]]:
-        """A setup with its pipelines, then with those whose steps may be validated afterwards."""
+        """A setup with its pipelines, then with those whose optimizers may step otherwise."""
         pipelines = self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing)
         yield setup, pipelines
-        if self.space.may_validate and not setup.sharing.gathers:
-            later = [p for p in pipelines if p.record.staggered and p.num_devices > 1]
-            yield replace(setup, validated=True), later
+        for stepping in self.space.other_steppings:
+            may = [p for p in pipelines if self.space.may_step(stepping, p, setup.sharing)]
+            if may:
+                chain = setup.chain
+                setting = replace(chain.setting, stepping=stepping)
+                chain = self.programs.chain(setting, chain.mode, self.space.restrictions.recompute)
+                yield replace(setup, stepping=stepping, chain=chain), may
 
     def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:
         """Estimates of setups in pipelines, together those in one setting with equal policies."""
@@ -353,7 +358,7 @@ class EqualStages:
                 (one, self._relievable(one, relief))
                 for one in waiting
                 if (one.tight or not relief.segmented)
-                and not (one.setup.validated and host)
+                and not (one.setup.stepping != "at_end" and host)
                 and not (one.setup.sharing.gathers and (host.weights or host.files))
                 and not (host.states and one.setup.sharing.sent_otherwise)
                 and (host.files or not any(map(host.exceeds, enough[id(one)])))
@@ -468,7 +473,7 @@ class EqualStages:
         """Every run of blocks (`Runs`) of a setup, with the policies that a pipeline allows."""
         policies, chain = self.policies(setup, pipeline), setup.chain
         return self._levels.of(
-            (chain, setup.sharing, setup.relief, setup.validated, policies),
+            (chain, setup.sharing, setup.relief, setup.stepping, policies),
             lambda: recompute_levels(
                 chain.runs.sums, setup.setting, policies, chain.runs.blocks, setup.relief.sends
             ),
@@ -629,7 +634,7 @@ def _usable(waiting: Waiting, relief: Relief) -> list[Pipeline]:
 def _alike_setting(setup: StageSetup, groups: int) -> tuple[Any, ...]:
     """Key of estimates in one setting."""
     mesh, batch = setup.chain.setting.mesh, setup.chain.setting.batch
-    return mesh, setup.sharing, setup.validated, batch.microbatches > 1, groups
+    return mesh, setup.sharing, setup.stepping, batch.microbatches > 1, groups
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

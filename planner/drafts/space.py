@@ -24,7 +24,7 @@ from itertools import product
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh
+from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh, Stepping
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import draws_anew
@@ -210,7 +210,7 @@ class Space:
     def stage_counts(self) -> list[int]:
         """Numbers of equal device groups that the cluster divides into, no part straddling."""
         total, node = self.cluster.num_devices, self.cluster.devices_per_node
-        asked, least = self.restrictions.pp, 2 if self.restrictions.validated else 1
+        asked, least = self.restrictions.pp, 2 if self._validates else 1
         counts = [p for p in divisors(total) if least <= p < len(self.cut_at)]
         if asked is not None:
             return [p for p in counts if p == asked]
@@ -299,7 +299,7 @@ class Space:
             refused = zero and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [UNSHARED]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
-        alone = over.validated or over.host_weights or over.host_files
+        alone = self._validates or over.host_weights or over.host_files
         stages -= {3} if alone else set()
         ways = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
@@ -378,17 +378,29 @@ class Space:
     # --- schedules ---
 
     @property
-    def may_validate(self) -> bool:
-        """Whether steps may be validated afterwards, if the search finds that it pays."""
-        if "post_validation" not in self.problem.allow or self.restrictions.validated is not None:
-            return False
-        runs = self.problem.target.gradients_come and not self.problem.graph.weight_writes
-        return runs and not self._held_twice and not self.reliefs[0].host
+    def _validates(self) -> bool:
+        """Whether all steps are validated afterwards."""
+        return self.restrictions.steppings[0] == "validated"
+
+    @property
+    def other_steppings(self) -> tuple[Stepping, ...]:
+        """Ways of stepping optimizers besides the first, where the search finds that they pay."""
+        others = self.restrictions.steppings[1:]
+        runs = self.problem.target.gradients_come and not self.reliefs[0].host
+        return others if runs else ()
+
+    def may_step(self, stepping: Stepping, pipeline: Pipeline, sharing: Sharing) -> bool:
+        """Whether optimizers may step so."""
+        if stepping == "in_backward":
+            return pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
+        writes = self.graph.weight_writes or self._held_twice
+        staggered = pipeline.record.staggered and pipeline.num_devices > 1
+        return staggered and not writes and not sharing.gathers
 
     def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
         """Equal stages under each schedule; on one device group only the one that holds least."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        if self._held_twice and (over.validated or self.reliefs[0].host):
+        if self._held_twice and (self._validates or self.reliefs[0].host):
             return []
         legal = {
             name: schedule
@@ -405,7 +417,7 @@ class Space:
             ]
             # by the micro-batches in flight of two: some free the first before the second starts
             alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2), 0))
-            return [] if over.validated else alone[:1]
+            return [] if self._validates else alone[:1]
         return [
             Pipeline(name, groups * v, m, groups)
             for name, schedule in legal.items()

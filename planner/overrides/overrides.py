@@ -67,7 +67,9 @@ class Overrides:
     faster. `chunked_loss` is the number of parts of its rows in which the last product, which makes
     logits, and their cross-entropy run; free, there are several where logits take too much. With
     `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
-    `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. `forbid`
+    `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
+    `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
+    step, so that only a few gradients are there at once. `forbid`
     lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
@@ -93,6 +95,7 @@ class Overrides:
     offload: Mapping[str, float] | None = None
     chunked_loss: int | None = None
     post_validation: bool | None = None
+    optimizer_in_backward: bool | None = None
     forbid: Collection[str] = ()
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -162,7 +165,8 @@ class Overrides:
         """Part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
             return float(self.offload.get(what, 0.0))
-        return 0.0 if "offload" in self.forbid or self.post_validation else None
+        steps = self.post_validation or self.optimizer_in_backward
+        return 0.0 if "offload" in self.forbid or steps else None
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.mesh import ContextKind
+from meshwright.costmodel.mesh import ContextKind, Stepping
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH
@@ -46,9 +46,10 @@ class Restrictions:
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
     free, as are `host_states`, the part of the optimizer states in host memory (with it
     `host_weights`, that of the weights, and `host_files`, that of the states in files, are
-    decided), `host_activations`, the part of the blocks that send what they save there, and
-    `validated`, whether steps are afterwards. Without `unequal_meshes` all stages have one mesh.
-    `cuts` are the block positions at which stages end, where the user gave them.
+    decided), and `host_activations`, the part of the blocks that send what they save there.
+    `steppings` are the ways in which optimizers may step, the first one always. Without
+    `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which stages end,
+    where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -79,7 +80,7 @@ class Restrictions:
     shardings: Mapping[str, str]
     host_states: float | None = None
     host_activations: float | None = None
-    validated: bool | None = None
+    steppings: tuple[Stepping, ...] = ("at_end",)
     host_weights: float = 0.0
     host_files: float = 0.0
 
@@ -122,7 +123,7 @@ def restrict(
     """The overrides by block of `graph`; what the `target` can't run is left out. Raises
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
-    wanted = for_target(overrides, target)
+    wanted = _in_one_pass(for_target(overrides, target), precision)
     quantizations = left_quantized(wanted, allow, precision)
     schedules = left_schedules(wanted)
     names = [block.name for block in graph.blocks]
@@ -162,7 +163,7 @@ def restrict(
         shardings=wanted.shardings,
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
-        validated=wanted.post_validation,
+        steppings=_steppings(wanted, allow, precision),
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )
@@ -182,6 +183,32 @@ def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:
             place="override post_validation=True",
             legal="False",
         )
+
+
+def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
+    """The overrides with what stepping in the backward leaves."""
+    if not wanted.optimizer_in_backward:
+        return wanted
+    if precision == "fp16":
+        raise OverrideError(
+            ": a scaled loss asks all gradients before a step",
+            place="override optimizer_in_backward=True with precision='fp16'",
+            legal="another precision, or False",
+        )
+    zero = 0 if wanted.zero is None else wanted.zero
+    return replace(wanted, pp=1, num_microbatches=1, zero=zero)
+
+
+def _steppings(wanted: Overrides, allow: Collection[str], precision: str) -> tuple[Stepping, ...]:
+    """Ways in which optimizers may step, by the decisions about it and those that are allowed."""
+    ways: dict[str, Stepping] = {
+        "post_validation": "validated", "optimizer_in_backward": "in_backward"
+    }  # fmt: skip
+    asked = [way for name, way in ways.items() if getattr(wanted, name)]
+    if asked:
+        return (*asked,)
+    free = [way for name, way in ways.items() if name in allow and getattr(wanted, name) is None]
+    return ("at_end", *(way for way in free if way != "in_backward" or precision != "fp16"))
 
 
 # --- globs over blocks ---------------------------------------------------------------------------

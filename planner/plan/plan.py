@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.mesh import ALL_GATHER, Batch, ContextKind, HostParts, Mesh, Parts
+from meshwright.costmodel.mesh import (
+    ALL_GATHER,
+    Batch,
+    ContextKind,
+    HostParts,
+    Mesh,
+    Parts,
+    Stepping,
+)
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.rules import recomputable
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
@@ -176,8 +184,9 @@ class Plan:
 
     `model` is the fingerprint of the model it was made for. With `post_validation`, steps that
     `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so
-    that a device group begins the next one as soon as it is done with its own part. The rows of the
-    loss run in `chunked_loss` parts.
+    that a device group begins the next one as soon as it is done with its own part; with
+    `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
+    rows of the loss run in `chunked_loss` parts.
     """
 
     model: str
@@ -188,6 +197,22 @@ class Plan:
     stages: tuple[StagePlan, ...]
     chunked_loss: int = 1
     post_validation: bool = False
+    optimizer_in_backward: bool = False
+
+    @property
+    def stepping(self) -> Stepping:
+        """Way in which the optimizer steps."""
+        if self.optimizer_in_backward:
+            return "in_backward"
+        return "validated" if self.post_validation else "at_end"
+
+    def stepped(self, stepping: Stepping) -> Plan:
+        """The plan with an optimizer that steps so."""
+        return dataclasses.replace(
+            self,
+            post_validation=stepping == "validated",
+            optimizer_in_backward=stepping == "in_backward",
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -229,7 +254,7 @@ class Plan:
         """Everything that the price of stage k depends on, beside the problem."""
         stage = self.stages[k]
         batch = Batch(rows=self.microbatch_rows / stage.dp, microbatches=self.passes)
-        return Parts(stage.mesh, batch, stage.sharing, stage.host, self.post_validation)
+        return Parts(stage.mesh, batch, stage.sharing, stage.host, self.stepping)
 
     @property
     def data_ranks(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -133,10 +134,11 @@ def _stage_bytes(
     weights, states = _fixed_bytes(trained, frozen, setting)
     sent = [value for (source, _), values in edges.items() if source == k for value in values]
     target = setting.target
+    temporary = partial(setting.optimizer.temporary_bytes, device=setting.cluster.device.kind)
     return StageBytes(
         fixed=weights + states,
         weights=weights,
-        optimizer=setting.optimizer.temporary_bytes(owned, setting.cluster.device.kind),
+        optimizer=0.0 if setting.in_backward else temporary(owned),
         blocks=sending(priced, blocks),
         seeds=sum(pricer.nbytes(value, outputs[value]) for value in sent),
         trained=trained,
@@ -148,6 +150,7 @@ def _stage_bytes(
             alone_bytes=target.alone_bytes,
             received=setting.cluster.device.kind == "cpu",
             replicated=setting.shards < setting.mesh.holders,
+            stepping=(lambda numel: temporary([numel])) if setting.in_backward else None,
         ),
     )
 

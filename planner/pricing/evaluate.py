@@ -337,7 +337,7 @@ def simulated(
     streams = build_schedule(plan.pipeline, edges, paired=target.overlap_passes)
     timeline = simulate(streams, times, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.parts(0).validated and not shared_apart(plan, problem.graph):
+    if plan.post_validation and not shared_apart(plan, problem.graph):
         all_ranks = group_for(problem.cluster, size=plan.num_ranks, stride=1)
         verdict_s = collective_time("all_reduce", 24, all_ranks, problem.cluster)
         # where it takes too long, no more than a common end does, whose own sums have no price

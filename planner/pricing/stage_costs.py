@@ -35,6 +35,7 @@ from meshwright.costmodel.mesh import (
     HostParts,
     Mesh,
     Parts,
+    Stepping,
 )
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -192,7 +193,7 @@ class StageCoster:
         batch: Batch,
         sharing: Sharing = UNSHARED,
         host: HostParts = NOT_AWAY,
-        validated: bool = False,
+        stepping: Stepping = "at_end",
     ) -> operators.Setting:
         """A stage of this problem; where the kind of attention is open, it is the cheapest."""
         if mesh.is_open:
@@ -203,7 +204,7 @@ class StageCoster:
             batch=batch,
             sharing=sharing,
             host=host,
-            validated=validated,
+            stepping=stepping,
         )
         # the first of equal settings knows its narrower ones
         return self._known.settings.setdefault(setting.parts, setting)

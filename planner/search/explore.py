@@ -187,7 +187,7 @@ class Explorer:
         """The draft of a cut, and whether it is new: another relief may have given the same."""
         setup, pipeline = combination.setup, combination.pipeline
         decided = [(stage.start, stage.stop, stage.repeated, stage.host) for stage in cut]
-        key = setup.chain, setup.sharing, setup.mesh, setup.validated, pipeline, *decided
+        key = setup.chain, setup.sharing, setup.mesh, setup.stepping, pipeline, *decided
         new = key not in self._known
         if new:
             draft = self.effort.timed("simulate", self.drafter.simulated, cut, pipeline, free_bytes)

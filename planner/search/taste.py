@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
-from meshwright.costmodel.mesh import Mesh
+from meshwright.costmodel.mesh import Mesh, Stepping
 from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft, Waiting
 from meshwright.planner.plan import Plan, StagePlan
@@ -47,9 +47,9 @@ class Looks:
     """Complications of a plan: `axes` in use besides the data axis; different `meshes` and
     `policies` of recompute; blocks by which stages are `uneven`, beyond one; whether its schedule
     is `common`, its device `groups` and stages on `each`; `sharing` of states, on ranks that are
-    `spread`; kinds of parts in host memory (`away`); whether steps are `validated` afterwards;
-    blocks in segments; the part of a device that is `filled`. Before stages are cut, the least that
-    may be."""
+    `spread`; kinds of parts in host memory (`away`); how its optimizer steps (`stepping`); blocks
+    in segments; the part of a device that is `filled`. Before stages are cut, the least that may
+    be."""
 
     axes: int
     tp: int
@@ -60,7 +60,7 @@ class Looks:
     sharing: Sharing
     spread: int = 1
     away: int = 0
-    validated: bool = False
+    stepping: Stepping = "at_end"
     segmented: bool = False
     meshes: int = 1
     policies: int = 1
@@ -87,7 +87,8 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     ),
     (0.35, "has nothing in host memory", lambda it: it.away > 0),
     (0.24, "uses fewer axes besides the data axis", lambda it: it.axes),
-    (0.45, "undoes no steps", lambda it: it.validated),
+    (0.45, "undoes no steps", lambda it: it.stepping == "validated"),
+    (0.45, "skips steps that are not finite", lambda it: it.stepping == "in_backward"),
     (0.2, "has fewer different meshes", lambda it: it.meshes - 1),
     (0.15, "keeps to a common pipeline schedule", lambda it: it.groups > 1 and not it.common),
     (
@@ -121,7 +122,7 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
         sharing=replace(first.sharing, zero=max(stage.zero for stage in stages)),
         spread=first.spread,
         away=len({kind for stage in stages for kind in stage.host.kinds}),
-        validated=plan.parts(0).validated,
+        stepping=plan.stepping,
         segmented=any(stage.segmented for stage in stages),
         meshes=len({mesh_of(stage) for stage in stages}),
         policies=len({policy for stage in stages for policy in stage.policies}),
@@ -144,7 +145,7 @@ def looks_ahead(one: Combination | Waiting) -> Looks:
             sharing=setup.sharing,
             spread=setup.mesh.spread,
             away=len(setup.setting.host.kinds),
-            validated=setup.validated,
+            stepping=setup.stepping,
         )
         for pipeline in one.offered
     )

@@ -166,6 +166,15 @@ def test_on_two_ranks(plan: str) -> None:
         check(kind, without, state)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_in_the_backward_steps_what_has_gradients(kind: str) -> None:
+    result = planned(kind, 1, {"optimizer_in_backward": True})
+    optimizer = optimizer_of(result.parameters())
+    for step in range(len(SIGNS)):
+        result.train_step(batch(kind, step), optimizer=optimizer)
+    check(kind, [{}] * len(SIGNS), copy.deepcopy(result.full_state_dict()))
+
+
 def resumed(folder: str) -> dict[str, torch.Tensor]:
     """Trains three steps with AdamW under ZeRO-2, saves, and goes on under ZeRO-3."""
     states = []

@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> Answer | None:
         optimizer = torch.optim.AdamW(result.parameters(), lr=args.lr)
         losses, timed = list[float](), None
         for step in range(args.steps):
-            optimizer.zero_grad()
             if args.timeline and step + 1 == args.steps:
+                optimizer.zero_grad()
                 timed = result.timeline(args.timeline, batch)
-            loss = timed.loss if timed else result.train_step(batch)
+                optimizer.step()
+            loss = timed.loss if timed else result.train_step(batch, optimizer=optimizer)
             losses.append(loss.item())
-            optimizer.step()
             if launch.rank() == 0:
                 say(f"step {step + 1}/{args.steps}: loss {losses[-1]:.4f}")
         if launch.rank() != 0:

@@ -111,6 +111,21 @@ def test_third_stage_and_host_hold_gradients_in_passing() -> None:
     assert alone.finish() == scattered.finish() == 0
 
 
+def test_what_is_stepped_in_the_backward_is_let_go() -> None:
+    """Beside 120 bytes of one gradient, the optimizer makes 2 for each of its 30 elements; of what
+    is summed two buckets are under way, and the third's parameter is stepped beside them."""
+    stepping = {"stepping": lambda numel: 2 * numel}
+    own = course([30] * 3, alone=range(3), **stepping)
+    assert backward(own) == [120 + 60] * 3
+    assert own.live == own.finish() == 0
+    own = course([30] * 4, **stepping)
+    assert backward(own) == [120, 240, 360 + 60, 360 + 60]
+    assert own.live == 240
+    assert own.finish() == 0
+    halves = course([30], alone=[0], weight_bytes=2, **stepping)
+    assert backward(halves) == [120 + 60]
+
+
 @pytest.mark.parametrize(("zero", "left"), [(0, 120), (3, 60)])
 def test_a_gradient_of_several_readers_waits_for_the_first_of_them(zero: int, left: int) -> None:
     """30 elements, tied, in 16 bits: the last reader's part of 60 bytes waits beside the second

@@ -137,8 +137,8 @@ def test_on_a_cpu_all_that_passes_is_waited_for(zero: int, microbatches: int) ->
 def test_steps_that_are_validated_copy_what_they_write() -> None:
     """28 bytes a parameter are read and written, and 12 copied; which are held."""
     plain, checked = (
-        stage_costs(sums(optimizer_s=2.0), changed(setting(0, 0.0), validated=flag), "none")
-        for flag in (False, True)
+        stage_costs(sums(optimizer_s=2.0), changed(setting(0, 0.0), stepping=stepping), "none")
+        for stepping in ("at_end", "validated")
     )
     assert float(checked.optimizer_s) == pytest.approx(2 * (1 + 2 * 12 / 28))
     assert float(checked.static_bytes - plain.static_bytes) == pytest.approx(12 * NUMEL)

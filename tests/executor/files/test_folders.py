@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.executor.files import atomic_folder
+from meshwright.executor.files.checksums import EVERY_S, MovedBytes
 from meshwright.executor.files.manifest import (
     Manifest,
     SavedFile,
@@ -20,7 +21,6 @@ from meshwright.executor.files.manifest import (
     foreign_files,
     read_manifest,
 )
-from meshwright.executor.files.moved_bytes import EVERY_S, MovedBytes
 from meshwright.executor.files.paths import inside
 from tests.executor.checkpoint.checkpoint_runs import differing, start
 

@@ -18,9 +18,10 @@ from meshwright import fit
 from meshwright.executor.errors import StateError
 from meshwright.executor.parameters.loss_scale import LossScale
 from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.parameters.optimizer_steps import UndoableStep
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.ranks import launch
-from meshwright.executor.runtime.runtime import Runtime, UndoableStep
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.step import PendingScalar
 from tests.executor.trained_cells import cells
 from tests.helpers import tiny

@@ -84,7 +84,9 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "restrict in fp16": in_fp16,
     "stage_cuts": lambda stages: stage_cuts(Overrides(stages=stages), model()),
 }
-NO_NAMES = "legal: a list of quantized, post_validation, e.g. allow=['quantized']"
+NO_NAMES = (
+    "legal: a list of quantized, post_validation, optimizer_in_backward, e.g. allow=['quantized']"
+)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ PLANS = st.builds(
     precision=st.sampled_from(["fp32", "bf16"]),
     stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
     post_validation=st.booleans(),
+    optimizer_in_backward=st.booleans(),
 )
 
 
@@ -159,7 +160,7 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
     whole = data["stages"][0] if in_stage else data
     place, more = ("my.json: stage 0", "offload, quantized, segments") if in_stage else (
-        "my.json", "chunked_loss, post_validation",
+        "my.json", "chunked_loss, optimizer_in_backward, post_validation",
     )  # fmt: skip
     legal = ", ".join(sorted([*whole, *more.split(", ")]))
     for key in whole.keys() - {"format"}:

@@ -23,6 +23,7 @@ from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings, shared_apart
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing import Evaluator, Ledger
@@ -143,6 +144,26 @@ def test_an_override_wants_a_pipeline_of_it() -> None:
     with pytest.raises(PlanError, match="post_validation='yes'; legal: true, false"):
         Plan.from_json(text.replace('"post_validation": true', '"post_validation": "yes"'))
     assert "post_validation" not in replace(plan, post_validation=False).to_json()
+
+
+IN_BACKWARD = ("optimizer_in_backward",)
+
+
+def test_the_optimizer_steps_in_the_backward_where_nothing_else_fits() -> None:
+    """Gradients of 4 bytes a parameter are 2 MiB here, those that are stepped at once a block's."""
+    asked: dict[str, Any] = {"pp": 1, "tp": 1, "zero": 0, "forbid": ["recompute", "offload"]}
+    free = search(ON, OF, batch=16, allow=IN_BACKWARD, **asked).best.plan
+    assert not free.optimizer_in_backward  # it gains nothing
+    least = peak(search(ON, OF, batch=16, num_microbatches=1, **asked).best)
+    stepped = search(ON, OF, batch=16, optimizer_in_backward=True, **asked).best
+    assert peak(stepped) < least
+    tight = limited(ON, (least + peak(stepped)) / 2)
+    found = search(tight, OF, batch=16, allow=IN_BACKWARD, **asked | {"num_microbatches": 1}).best
+    assert found.plan.optimizer_in_backward and found.fits
+    assert "optimizer in the backward" in describe(found.plan)
+    assert plan_overrides(found.plan, OF.graph).optimizer_in_backward
+    with pytest.raises(InfeasibleError):
+        search(tight, OF, batch=16, **asked | {"num_microbatches": 1})
 
 
 def test_what_it_saves_and_what_it_costs() -> None:
