@@ -271,6 +271,19 @@ def test_zero_may_be_given_or_forbidden() -> None:
     assert {one.dp_shard for one in space(2, 4, dp_shard=2).zeros(far) if one.zero} == {2}
 
 
+@pytest.mark.parametrize(
+    ("stages", "m", "zero", "may"),
+    [(1, 1, 0, True), (1, 2, 0, False), (2, 1, 0, False), (1, 1, 1, False)],
+)
+def test_one_pass_without_zero_may_be_stepped_in_the_backward(
+    stages: int, m: int, zero: int, may: bool
+) -> None:
+    pipeline = Pipeline("1f1b", stages, m, stages)
+    here = space(allow=["optimizer_in_backward"])
+    assert here.other_steppings == ("in_backward",) and not space().other_steppings
+    assert here.may_step("in_backward", pipeline, Sharing(zero=zero)) is may
+
+
 # --- ranks of stages on their nodes --------------------------------------------------------------
 
 
