@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -150,13 +151,23 @@ def _best(
             result = search.run()
         except InfeasibleError as error:
             if (found := parted()) is not None:
-                return *found, ["no plan fits with the loss in one part"]
+                return *_after(search, *found), ["no plan fits with the loss in one part"]
             raise (error if limit.over() else with_ways_out(search, error)) from None
         binding = not parts and not limit.over() and logits_bind(search, result)
     found, whole_s = parted() if binding else None, result.best.step_time_s
-    if found is not None and found[1].best.step_time_s < FASTER * whole_s:
-        return *found, [f"with the loss in one part the best plan takes {seconds(whole_s)}"]
-    return search, result, []
+    if found is None:
+        return search, result, []
+    if found[1].best.step_time_s < FASTER * whole_s:
+        note = f"with the loss in one part the best plan takes {seconds(whole_s)}"
+        return *_after(search, *found), [note]
+    return *_after(found[0], search, result), []
+
+
+def _after(before: Search, search: Search, result: SearchResult) -> tuple[Search, SearchResult]:
+    """A search and its result, whose seconds are those of one before, too."""
+    spent = Counter(before.phases_s)
+    spent.update(result.phases_s)
+    return search, replace(result, phases_s=dict(spent))
 
 
 def _in_chunks(
