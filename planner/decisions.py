@@ -344,10 +344,15 @@ def _of_copies(other: str, clash: Callable[[Any], Any], legal: str) -> Contradic
 
 def _of_one_pass() -> Iterator[Contradiction]:
     """Contradictions of stepping in the backward."""
+    meet, whole = "gradients of tied weights meet after it", "it is stepped when all of it is there"
     ruled_out: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         ("num_microbatches", lambda m: m > 1, "the gradients of all are added up before a step"),
-        ("pp", lambda pp: pp > 1, "tied weights meet and stages share micro-batches after it"),
-        ("zero", bool, "what is divided is stepped when all of it is there"),
+        ("pp", lambda pp: pp > 1, meet),
+        ("virtual_stages", lambda v: v > 1, meet),
+        ("schedule", _several_parts, "its second part reads weights that are stepped by then"),
+        ("zero", bool, whole),
+        ("dp_shard", bool, whole),
+        ("hpz", bool, whole),
         ("offload", _away, "the host steps what it has after the backward"),
         ("post_validation", bool, "a step that has been made part by part is not undone"),
         ("precision", lambda x: x == "fp16", "a scaled loss asks all gradients before a step"),
@@ -356,9 +361,16 @@ def _of_one_pass() -> Iterator[Contradiction]:
         yield Contradiction(
             "optimizer_in_backward", other,
             partial(_if_stepped, clash), why,
-            "one micro-batch and device group, zero=0, nothing in host memory, not fp16",
+            "one micro-batch and stage, a schedule with a whole backward, zero=0, nothing in host "
+            "memory, not fp16",
             given=other != "precision",
         )  # fmt: skip
+
+
+def _several_parts(schedule: str) -> bool:
+    """Whether a schedule splits the backward, or places several stages on a device group."""
+    record = SCHEDULES[schedule]
+    return record.splits_backward or record.stages_per_device != 1
 
 
 def _if_stepped(clash: Callable[[Any], Any], stepped: Any, value: Any) -> Any:

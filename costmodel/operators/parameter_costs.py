@@ -64,7 +64,7 @@ class ParameterPricer:
 
     def __post_init__(self) -> None:
         of = self.setting = self.setting.of_parameters
-        self._known = self.known.of((of.mesh, of.sharing, of.batch), Memo)
+        self._known = self.known.of(of.parts, Memo)
 
     def priced(self, value: str, placement: Placement) -> Priced:
         """Price of a parameter once per step, for each ZeRO stage and for none."""
@@ -79,7 +79,7 @@ class ParameterPricer:
         size = self.numel(value, placement), meta.numel, unit, meta.requires_grad, twice
         # also of settings that differ in who shares experts out
         of = self.setting
-        where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
+        where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch, of.stepping
         known, key = self.known.of(where, Memo), (size, self._parts(value, placement))
         return known.of(key, lambda: priced(self._entries(value, placement)))
 

@@ -189,11 +189,9 @@ def _followed(
     sending = np.minimum(SENT_AT_ONCE * largest, full) * offload.sent_gradients(setting)
     if not sharing.divides or not summed:
         first = np.minimum(states.gradients + later, grown + bucket)
-        if setting.in_backward:  # a few are there, and what the optimizer makes for one
+        if setting.in_backward:  # the least: one at a time, and what the optimizer makes for it
             stepped = largest * (1 + setting.optimizer.temporary / setting.kept_bytes)
-            first = np.minimum(first, later + stepped + (1 + SCATTERED_AT_ONCE) * bucket)
-            nothing = np.zeros_like(full)
-            return _Gradients(between=nothing, first=first, later=first, read=nothing)
+            return _Gradients(between=np.zeros_like(full), first=later, later=later, read=stepped)
         first, later = first + sending, later + sending
         return _Gradients(between=states.gradients, first=first, later=later, read=here * full)
     if sharing.gathers:

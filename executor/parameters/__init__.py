@@ -3,7 +3,7 @@
 from meshwright.executor.parameters.block_weights import BlockWeights, WeightGather
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_, norm_share
-from meshwright.executor.parameters.optimizer_steps import StepInBackward, UndoableStep
+from meshwright.executor.parameters.optimizer_steps import StepInBackward, UndoableStep, step_alone
 from meshwright.executor.parameters.parameters import (
     Home,
     ParameterSpec,

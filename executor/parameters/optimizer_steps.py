@@ -4,50 +4,46 @@ before it is known whether they hold, so that they can be undone."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.executor.errors import StateError
 from meshwright.executor.parameters.parameters import StageParameter, accumulate_grads, local_of
 
 
 class StepInBackward:
-    """An optimizer that steps each parameter as its gradient is whole: all but those that are
-    `left` to the end, whose backward may give no gradient, and those that aren't its own."""
+    """An optimizer that steps each of its parameters as the gradient of that is whole."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, left: frozenset[str], device: torch.device
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.left = left
         self.device = device
         self.groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self.stepped = set[str]()  # parameters, by value
 
     def takes(self, p: StageParameter) -> bool:
         """Whether a parameter is stepped as its gradient is whole."""
-        return p.value not in self.left and id(p.api) in self.groups
+        return id(p.api) in self.groups
 
     def step(self, p: StageParameter) -> None:
         """Step one parameter, and let its gradient go."""
-        optimizer, group = self.optimizer, self.groups[id(p.api)]
         accumulate_grads([p], self.device)
-        groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p.api]}]
-        try:
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
+        step_alone(self.optimizer, self.groups[id(p.api)], p.api)
         p.api.grad = None
         self.stepped.add(p.value)
 
-    def step_rest(self, parameters: Iterable[StageParameter]) -> None:
-        """Step at the end what was left, if there are gradients of it."""
-        if any(p.api.grad is not None for p in parameters if id(p.api) in self.groups):
-            self.optimizer.step()
+
+def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> None:
+    """Step one parameter of a group."""
+    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": [p]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
 
 
 # --- undoable steps -------------------------------------------------------------------------------

@@ -236,8 +236,8 @@ class Reducer:
             return
         summed = leaf.grad
         if leaf.grad.dtype != p.stored.dtype:
-            so_far, given = p.gradient, leaf.grad
-            summed = given.to(p.stored.dtype) if so_far is None else so_far.add_(given)
+            so_far = p.gradient
+            summed = summed.to(p.stored.dtype) if so_far is None else so_far.add_(summed)
             p.gradient, leaf.grad = summed, None
         if self.stepping is not None and self.stepping.takes(p):
             p.gradient, leaf.grad = summed, None

@@ -67,6 +67,7 @@ from meshwright.executor.stages import (
     add_totals,
     check_evaluable,
     check_steps_alone,
+    follow,
     look_ups_named,
     replicated,
 )
@@ -171,8 +172,6 @@ class Runtime(RankState):
         step, losses = self.passes(batch, observe, local=local, stepping=stepping)
         with torch.no_grad():
             (observe or unobserved)(Phase.DELIVER, partial(self._accumulate_grads, step))
-            if stepping is not None:
-                stepping.step_rest(self.stage_parameters)
             self.settle_buffers()
             self.steps += 1
             loss = step.mean_loss(losses)
@@ -180,10 +179,10 @@ class Runtime(RankState):
 
     def _in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
         """An optimizer that is stepped in the backward of the next step."""
+        follow(optimizer)
         check_steps_alone(optimizer)
         optimizer.zero_grad()
-        maybe = self.planned.absent([0.0] * len(self.planned.edges))
-        return StepInBackward(optimizer, maybe, self.place.device)
+        return StepInBackward(optimizer, self.place.device)
 
     def passes(
         self,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.executor.errors import OptimizerError
-from meshwright.executor.parameters import WholeTensors
+from meshwright.executor.parameters import WholeTensors, step_alone
 from meshwright.executor.ranks import launch
 
 STEPS, SHAPE = 3, (4, 4)
@@ -71,15 +71,41 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
     if optimizer in _alone or launch.rehearsed():
         return
     kind = type(optimizer)
-    if isinstance(optimizer, WholeTensors) or habits(kind, optimizer.defaults).looks_across:
+    if isinstance(optimizer, WholeTensors) or not _steps_alone(optimizer):
         raise OptimizerError(
-            f": {kind.__name__} needs several parameters at once, and the plan steps each as its "
-            "gradient is whole (optimizer_in_backward)",
+            f": {kind.__name__} needs several parameters at once, counts steps outside of their "
+            "states, or can't be tried on two small ones; and the plan steps each as its gradient "
+            "is whole (optimizer_in_backward)",
             place="train_step: optimizer",
             legal="an optimizer that steps each parameter by itself",
             way_out="plan with Overrides(optimizer_in_backward=False)",
         )
     _alone.add(optimizer)
+
+
+def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether two small parameters that are stepped one by one end where they do together."""
+    kind, taken = type(optimizer), inspect.signature(type(optimizer)).parameters
+    options = {name: x for name, x in optimizer.defaults.items() if name in taken}
+    device = optimizer.param_groups[0]["params"][0].device
+    ends = list[list[nn.Parameter]]()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for alone in (False, True):
+                torch.manual_seed(0)
+                pair = [nn.Parameter(torch.randn(SHAPE).to(device)) for _ in range(2)]
+                made = kind(pair, **options)
+                for k in range(STEPS):
+                    for p in pair:
+                        p.grad = torch.randn(SHAPE).to(device) * (k + 1)
+                    if not alone:
+                        made.step()
+                    for p in pair if alone else ():
+                        step_alone(made, made.param_groups[0], p)
+                ends.append(pair)
+    except Exception:  # noqa: BLE001 - whatever it needs
+        return False
+    return all(map(torch.equal, *ends))
 
 
 def habits(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Habits:

@@ -69,11 +69,14 @@ class Predicted:
         group = next(k for k, ranks in enumerate(plan.devices) if rank in ranks)
         group_report = report.device_groups[group]
         low, high = s["step_interval_s"]
+        after_s, within_s = group_report.optimizer_s, 0.0
+        if plan.stepping == "in_backward":
+            after_s, within_s = within_s, after_s
         return Predicted(
-            train_step_s=max(s["step_time_s"] - group_report.optimizer_s, 0.0),
+            train_step_s=max(s["step_time_s"] - after_s, 0.0),
             terms={
                 "forward_s": group_report.forward_s,
-                "backward_s": group_report.backward_s,
+                "backward_s": group_report.backward_s + within_s,
                 "reduction_s": group_report.gradient_reduction_s,
                 "waiting_s": group_report.waiting_s,
             },

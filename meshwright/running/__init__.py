@@ -5,4 +5,4 @@ from meshwright.running.evaluation import Evaluated, Evaluation
 from meshwright.running.planned import PlannedModel
 from meshwright.running.recalibrated import Recalibration, recalibrated, with_corrections
 from meshwright.running.state import State
-from meshwright.running.steps import Steps, repeated
+from meshwright.running.steps import Steps, check_in_backward, repeated

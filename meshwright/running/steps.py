@@ -70,7 +70,7 @@ class Steps(PlannedModel):
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         check_step(optimizer, max_grad_norm)
-        self._check_in_backward(optimizer, max_grad_norm)
+        check_in_backward(self.plan, optimizer, max_grad_norm, "train_step")
         inputs = with_targets(batch, targets)
         if optimizer is not None:
             return self._whole_step(inputs, optimizer, max_grad_norm, local=local)
@@ -79,21 +79,6 @@ class Steps(PlannedModel):
             lambda watch: runtime.train_step(inputs, observe=watch, local=local),
             lambda: self._size(inputs, local),
         )
-
-    def _check_in_backward(
-        self, optimizer: torch.optim.Optimizer | None, max_norm: float | None
-    ) -> None:
-        """Raise ValueError for a step that a plan with `optimizer_in_backward` does not make."""
-        if self.plan.optimizer_in_backward and (optimizer is None or max_norm is not None):
-            what = "optimizer=None" if optimizer is None else f"max_grad_norm={shown(max_norm)}"
-            why = "leaves" if optimizer is None else "clips by the norm of"
-            raise MeshwrightError(
-                f" {why} all gradients, and the plan lets each go in the backward "
-                "(optimizer_in_backward)",
-                place=f"train_step: {what}",
-                legal="optimizer=, without max_grad_norm",
-                way_out="give it so, or plan with Overrides(optimizer_in_backward=False)",
-            )
 
     def _whole_step(
         self, inputs: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, *, local: bool
@@ -247,6 +232,20 @@ def check_step(optimizer: Any, max_grad_norm: Any) -> None:
             legal="a number from 0, or None, beside an optimizer",
             way_out="give optimizer=, or clip by clip_grad_norm_ yourself",
         )
+
+
+def check_in_backward(plan: Plan, optimizer: Any, max_norm: float | None, who: str) -> None:
+    """Raise ValueError for a step that a plan with `optimizer_in_backward` does not make."""
+    if not plan.optimizer_in_backward or (optimizer is not None and max_norm is None):
+        return
+    what = "optimizer=None" if optimizer is None else f"max_grad_norm={shown(max_norm)}"
+    why = "leaves" if optimizer is None else "clips by the norm of"
+    raise MeshwrightError(
+        f" {why} all gradients, and the plan lets each go in the backward (optimizer_in_backward)",
+        place=f"{who}: {what}",
+        legal="an optimizer, and max_grad_norm=None",
+        way_out="give it so, or plan with Overrides(optimizer_in_backward=False)",
+    )
 
 
 def repeated(example: Any, rows: int) -> Any:

@@ -26,6 +26,7 @@ from meshwright.planner.plan import InfeasibleError, Plan, PlanError
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
+from meshwright.running import check_in_backward
 from meshwright.training.kept import KeptCheckpoints, locked
 from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
@@ -142,6 +143,7 @@ def fit(
         result = _planned(model, data, planning, loading, path, counted_hosts(hosts))
         built = optimizer(result)
         check_made("optimizer", built)
+        check_in_backward(result.plan, built, max_grad_norm, "fit")
         scheduled = None if schedule is None else schedule(built)
         if schedule is not None:
             check_made("schedule", scheduled)

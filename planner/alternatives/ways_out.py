@@ -245,8 +245,6 @@ class _Otherwise:
         if quick != optimizer:
             what = f"{optimizer} in one kernel (fused=True, planned as optimizer={quick!r})"
             yield Change(what=what, kind="optimizer", apply=partial(replace, optimizer=quick))
-        if any(c.groups * c.num_microbatches == 1 for c in self.choices):
-            yield _IN_BACKWARD
         yield _CHUNKED
         for name in SMALLER:
             if optimizer_named(name).moments < optimizer_named(optimizer).moments:
@@ -262,16 +260,6 @@ class _Otherwise:
         yield Change(what="sequences half as long", kind="sequence", apply=half_long, timed=False)
 
 
-def _in_backward(problem: Problem) -> Problem | None:
-    """The problem with optimizers that may step in the backward, where they can."""
-    if not problem.target.gradients_come or "optimizer_in_backward" in problem.allow:
-        return None
-    return replace(problem, allow=(*problem.allow, "optimizer_in_backward"))
-
-
-_IN_BACKWARD = Change(
-    what="allow=['optimizer_in_backward'] (no clipping)", kind="step", apply=_in_backward
-)
 _CHUNKED = Change(
     what=f"a chunked or fused loss (logits in {what_if.CHUNKS} parts)",
     kind="loss",

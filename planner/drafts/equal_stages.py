@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import model_states
-from meshwright.costmodel.mesh import Batch, HostParts, Mesh
+from meshwright.costmodel.mesh import Batch, HostParts, Mesh, Stepping
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
@@ -671,12 +671,14 @@ class MemoryFloor:
 
     def allows(self, mesh: Mesh, m: int, groups: int) -> bool:
         """Whether m micro-batches of the model may fit on such a mesh for each device group."""
-        if not self._states_fit(mesh, groups):
+        if not self._states_fit(mesh, m, groups):
             return False
         counts, kinds = self._extrapolated(mesh, m)
         return not len(counts) or any(
             not overfull(float(held @ counts), passing, self._room, groups)
-            for held, passing in self._needs(mesh, m, kinds, self.space.restrictions.policies[-1])
+            for held, passing in self._needs(
+                mesh, m, kinds, self.space.restrictions.policies[-1], groups
+            )
         )
 
     def allows_some(self, mesh: Mesh, m: int) -> bool:
@@ -692,9 +694,15 @@ class MemoryFloor:
     def _room(self) -> float:
         return self.space.room_bytes / SLACK
 
-    def _states_fit(self, mesh: Mesh, groups: int) -> bool:
-        """Whether the model's states may fit, divided among all axes."""
-        problem = self.space.problem
+    def _stepping(self, m: int, groups: int) -> Stepping:
+        """The way of stepping an optimizer that may take least."""
+        alone = m * groups == 1 and "in_backward" in self.space.restrictions.steppings
+        return "in_backward" if alone else "at_end"
+
+    def _states_fit(self, mesh: Mesh, m: int, groups: int) -> bool:
+        """Whether the model's states may fit, divided among all axes; gradients that are stepped in
+        the backward aside."""
+        problem, kept = self.space.problem, self._stepping(m, groups) == "at_end"
         part = self._trained / (mesh.tp * mesh.ep * groups)
         states = (
             model_states(
@@ -706,16 +714,20 @@ class MemoryFloor:
                 target=problem.target,
                 host=self.space.most_away.states,
                 sent=self.space.most_away.states,
-            ).nbytes
+            )
             for sharing in self.space.zeros(mesh)
         )
+        bytes_of = (float(s.weights + s.optimizer + kept * s.gradients) for s in states)
         there = self.space.most_away.weights * part * problem.weight_bytes
-        return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
+        return any(fits(needed - there, self.space.room_bytes) for needed in bytes_of)
 
-    def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:
+    def _needs(
+        self, mesh: Mesh, m: int, kinds: Sums, policy: str, groups: int = 2
+    ) -> list[tuple[Floats, Floats]]:
         """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
-        rows = self.space.global_batch_size / m / mesh.dp
-        setting = self.programs.coster.setting(mesh, Batch(rows=rows, microbatches=m))
+        rows, stepping = self.space.global_batch_size / m / mesh.dp, self._stepping(m, groups)
+        batch = Batch(rows=rows, microbatches=m)
+        setting = self.programs.coster.setting(mesh, batch, stepping=stepping)
         ranks = _reference(mesh).devices
         among, frozen = kinds.shard_parameters * ranks, kinds.frozen_shard_bytes * ranks  # on one
         host, needs = self.space.most_away, []

@@ -392,7 +392,8 @@ class Space:
     def may_step(self, stepping: Stepping, pipeline: Pipeline, sharing: Sharing) -> bool:
         """Whether optimizers may step so."""
         if stepping == "in_backward":
-            return pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
+            alone = pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
+            return alone and not pipeline.record.splits_backward
         writes = self.graph.weight_writes or self._held_twice
         staggered = pipeline.record.staggered and pipeline.num_devices > 1
         return staggered and not writes and not sharing.gathers

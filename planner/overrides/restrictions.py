@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.mesh import ContextKind, Stepping
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH
@@ -30,7 +31,13 @@ from meshwright.planner.overrides.overrides import (
     schedules_with,
     spelled,
 )
-from meshwright.planner.plan import compress_names, expand_names, glob, has_experts
+from meshwright.planner.plan import (
+    compress_names,
+    expand_names,
+    glob,
+    has_experts,
+    why_stepped_late,
+)
 
 OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 
@@ -150,7 +157,10 @@ def restrict(
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
         schedules=tuple(
-            s for s in schedules if overrides.schedule or s in schedules_with(virtual_stages)
+            s
+            for s in schedules
+            if overrides.schedule or s in schedules_with(virtual_stages)
+            if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
         ),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
         cp_kind=wanted.cp_kind,
@@ -163,7 +173,7 @@ def restrict(
         shardings=wanted.shardings,
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
-        steppings=_steppings(wanted, allow, precision),
+        steppings=_steppings(wanted, allow, precision, graph),
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )
@@ -175,6 +185,8 @@ def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:
     if experts and not has_experts(graph):
         place = f"override {experts.said}"
         raise OverrideError("the model has no experts", place=place, legal="1")
+    if wanted.optimizer_in_backward and (why := why_stepped_late(graph)):
+        raise OverrideError(f": {why}", place="override optimizer_in_backward=True", legal="False")
     if wanted.post_validation and graph.weight_writes:
         write = graph.weight_writes[0]
         raise OverrideError(
@@ -186,9 +198,15 @@ def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:
 
 
 def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
-    """The overrides with what stepping in the backward leaves."""
+    """The overrides with what stepping in the backward leaves. Raises `OverrideError`."""
     if not wanted.optimizer_in_backward:
         return wanted
+    said, counts = "optimizer_in_backward=True", (wanted.microbatch_size, len(wanted.stages or ()))
+    if counts[0] is not None:
+        other = f"microbatch_size={counts[0]}: all rows are one micro-batch"
+        raise contradiction(said, other, "no microbatch_size")
+    if counts[1] > 1:
+        raise contradiction(said, f"stages= with {counts[1]} stages", "one stage, or no stages=")
     if precision == "fp16":
         raise OverrideError(
             ": a scaled loss asks all gradients before a step",
@@ -196,10 +214,12 @@ def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
             legal="another precision, or False",
         )
     zero = 0 if wanted.zero is None else wanted.zero
-    return replace(wanted, pp=1, num_microbatches=1, zero=zero)
+    return replace(wanted, pp=1, virtual_stages=1, num_microbatches=1, zero=zero)
 
 
-def _steppings(wanted: Overrides, allow: Collection[str], precision: str) -> tuple[Stepping, ...]:
+def _steppings(
+    wanted: Overrides, allow: Collection[str], precision: str, graph: Graph
+) -> tuple[Stepping, ...]:
     """Ways in which optimizers may step, by the decisions about it and those that are allowed."""
     ways: dict[str, Stepping] = {
         "post_validation": "validated", "optimizer_in_backward": "in_backward"
@@ -208,7 +228,8 @@ def _steppings(wanted: Overrides, allow: Collection[str], precision: str) -> tup
     if asked:
         return (*asked,)
     free = [way for name, way in ways.items() if name in allow and getattr(wanted, name) is None]
-    return ("at_end", *(way for way in free if way != "in_backward" or precision != "fp16"))
+    late = precision == "fp16" or why_stepped_late(graph)
+    return ("at_end", *(way for way in free if not (late and way == "in_backward")))
 
 
 # --- globs over blocks ---------------------------------------------------------------------------

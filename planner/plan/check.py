@@ -54,6 +54,13 @@ def check_plan(
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_contradictions(plan)
     check_copies(plan, graph)
+    if plan.optimizer_in_backward and (why := why_stepped_late(graph)):
+        raise PlanError(
+            f": {why}",
+            place="plan: optimizer_in_backward=True",
+            legal="false",
+            way_out="step at the end",
+        )
     for stages in pipelines(plan):
         _check_blocks([plan.stages[k] for k in stages], graph)
     check_ranks(plan)
@@ -173,6 +180,8 @@ def _check_contradictions(plan: Plan, *, runs: bool = False) -> None:
     def of(stage: StagePlan, name: str) -> Any:
         if name == "pp":
             return len(plan.devices)
+        if name == "virtual_stages":
+            return len(plan.stages) // len(plan.devices)
         return getattr(stage if hasattr(stage, name) else plan, name)
 
     for row, (k, stage) in product(CONTRADICTIONS, enumerate(plan.stages)):
@@ -186,6 +195,28 @@ def _check_contradictions(plan: Plan, *, runs: bool = False) -> None:
                 legal=row.legal,
                 way_out=f"change {row.a} or {row.b}",
             )
+
+
+def why_stepped_late(graph: Graph) -> str:
+    """Why an optimizer can't step parameters in the backward of a model; empty where it can. A leaf
+    may give no gradient, which is known when all ranks are done; and a parameter that is also read
+    without a gradient may be read after its step, as a block runs again."""
+    trained = {v: {v} for v in graph.parameters if graph.values[v].requires_grad}
+    of_batch = set(graph.inputs)
+    for op in graph.ops:
+        values = [v for v in op.operands if graph.values[v].requires_grad]
+        if traits_of(op).leaf and values:
+            return f"the leaf {op.module} may give no gradient, which is known after the backward"
+        read = set().union(*(trained.get(v, ()) for v in values))
+        if read and not any(graph.values[v].requires_grad for v in op.results):
+            names = ", ".join(sorted(graph.parameters[v] for v in read))
+            where = op.source or op.module
+            return f"{names} is also read without a gradient ({where}), perhaps after its step"
+        if of_batch.isdisjoint(op.operands):  # views, casts and products of parameters
+            trained |= {v: read for v in op.results}
+        else:
+            of_batch.update(op.results)
+    return ""
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:

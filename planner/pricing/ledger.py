@@ -350,11 +350,12 @@ def _terms(plan: Plan, stages: Sequence[StageCosts[float]], step_s: float) -> di
     def total_of(name: str) -> float:
         return float(sum(getattr(stage, name) for stage in stages))
 
+    stepped_s, within = total_of("optimizer_s"), plan.stepping == "in_backward"
     return {
         "forward": m * total_of("forward_s"),
-        "backward": m * total_of("backward_s"),
+        "backward": m * total_of("backward_s") + stepped_s * within,
         "reduction": total_of("reduce_s"),
-        STEP: max(step_s - total_of("optimizer_s") / groups, 0.0),
+        STEP: max(step_s - stepped_s * (not within) / groups, 0.0),
     }
 
 

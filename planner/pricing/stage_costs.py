@@ -117,11 +117,9 @@ class _Known:
     pricers: Memo[Parts, operators.Pricer] = field(default_factory=Memo)
     # of `ParameterPricer`
     parameters: Memo[Any, Memo[Any, operators.Priced]] = field(default_factory=Memo)
-    blocks: Memo[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
-        default_factory=Memo
-    )
+    blocks: Memo[tuple[Parts, Decided, bool], tuple[PassPrice, Sums]] = field(default_factory=Memo)
     # by the setting of a step: blocks by name and what was decided of them
-    entered: Memo[tuple[Mesh, Batch, Sharing], Memo[Decided, Entered]] = field(default_factory=Memo)
+    entered: Memo[Parts, Memo[Decided, Entered]] = field(default_factory=Memo)
     needs: Memo[str, PassNeeds] = field(default_factory=Memo)  # by class of a block
     passes: Memo[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=Memo)
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
@@ -286,7 +284,7 @@ class StageCoster:
             of_step = price_block(self.pricer(setting), layouts, assignment, inputs, passes=passes)
             return passes, block_sums(of_step)
 
-        key = setting.mesh, setting.batch, setting.sharing, decided, twice
+        key = setting.parts, decided, twice
         return self._known.blocks.of(key, price)
 
     def _pass(
@@ -333,7 +331,7 @@ class StageCoster:
         """The blocks of a stage in their order, whose inputs enter as a block before left them, or
         from another stage: whole, but for those `arriving` in parts."""
         setting, states = pricer.step.of_step, dict(arriving)
-        known = self._known.entered.of((setting.mesh, setting.batch, setting.sharing), Memo)
+        known = self._known.entered.of(setting.parts, Memo)
         for name in stage.blocks:
             block, assignment = self.blocks[name], assignments[name]
             inputs = {value: states.get(value, R) for value in block.inputs}

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.mesh import Batch, Mesh, Stepping
 from meshwright.costmodel.operators import Pricer, Setting, op_flops
 from meshwright.costmodel.sharding import BlockLayouts, Entry, Placement, R, Strategy, divides
 from meshwright.costmodel.sharing import UNSHARED, Sharing
@@ -27,7 +27,7 @@ MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherev
 # class of a block, its shared parameters, entries by position, whether its ends have a choice
 BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
 # parts of a setting, mode, policies that the user decided
-ChainKey: TypeAlias = tuple[Mesh, Batch, Sharing, str, tuple[str | None, ...]]
+ChainKey: TypeAlias = tuple[Mesh, Batch, Sharing, Stepping, str, tuple[str | None, ...]]
 
 
 @dataclass
@@ -131,7 +131,7 @@ class BlockPrograms:
         assignment. `forced` are recompute policies that the user decided, by block."""
         forced = tuple(forced) or (None,) * len(self.graph.blocks)
         of_step = replace(setting.of_step, batch=setting.batch)
-        key = of_step.mesh, of_step.batch, of_step.sharing, mode, forced
+        key = of_step.mesh, of_step.batch, of_step.sharing, of_step.stepping, mode, forced
         if key not in self._chains:
             self._chains[key] = self._chain(of_step, mode, forced)
             if self.time.over():

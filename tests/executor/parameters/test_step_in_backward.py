@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn, optim
 
+from meshwright import Overrides
 from meshwright.executor.errors import OptimizerError
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.profiles.inputs import MeshwrightError
 from tests.executor.trained_cells import cells, planned
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.models.models import CASES, parallelize
 from tests.parity.parity_cells import Cell, plan_of
@@ -74,6 +76,30 @@ def test_another_optimizer_steps_so() -> None:
     trains_the_same(Cell.parse("gpt2_tied 1 gpipe m1"), "momentum")
 
 
+def trains_what_was_made_before() -> None:
+    """An optimizer over the user's parameters, which planning replaces."""
+    losses = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = optim.SGD(model.parameters(), lr=0.5)
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        result = tiny.planned(
+            model, 2, example_inputs=(x, y), global_batch_size=8, loss_fn=nn.functional.mse_loss,
+            overrides=Overrides(
+                dp=1, tp=2, num_microbatches=1, optimizer_in_backward=in_backward
+            ),
+        )  # fmt: skip
+        steps = [result.train_step(x, y, optimizer=optimizer).item() for _ in range(3)]
+        losses.append([loss.hex() for loss in steps])
+        assert len(set(steps)) == 3
+    assert losses[0] == losses[1]
+
+
+def test_an_optimizer_that_was_made_before_planning_steps() -> None:
+    on_ranks(2, trains_what_was_made_before)
+
+
 def test_few_gradients_are_there_at_once() -> None:
     """As a parameter is stepped, all that have a gradient are it, and those that the block's own
     backward has just made."""
@@ -122,14 +148,36 @@ class Across(optim.Optimizer):
             p.sub_(p.grad / norm)
 
 
-@pytest.mark.parametrize("kind", [Across, optim.LBFGS, WholeTensors])
+class Counted(optim.Optimizer):
+    """Counts its steps in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * group["lr"] / group["count"])
+
+
+class Named(Across):
+    """Can't be made without a name."""
+
+    def __init__(self, params: Any, name: str) -> None:
+        super().__init__(params)
+
+
+@pytest.mark.parametrize("kind", [Across, Counted, Named, optim.LBFGS, WholeTensors])
 def test_an_optimizer_that_needs_them_all_is_refused(kind: Any) -> None:
     result = planned(Cell.parse("gpt2_untied 1 gpipe m1"))
     runtime, batch = result.runtime, CASES["gpt2_untied"].batch(8, 0)
     made: Any = (
         result.whole_tensor_optimizer(optim.Adafactor)
         if kind is WholeTensors
-        else kind(runtime.parameters())
+        else kind(runtime.parameters(), **{"name": "it"} if kind is Named else {})
     )
     with pytest.raises(OptimizerError, match=r"needs several parameters at once.*False\)"):
         runtime.train_step(batch, optimizer=made)
@@ -138,7 +186,7 @@ def test_an_optimizer_that_needs_them_all_is_refused(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, r"optimizer=None leaves all gradients.*legal: optimizer="),
+        ({}, r"optimizer=None leaves all gradients.*legal: an optimizer"),
         ({"max_grad_norm": 1.0}, r"max_grad_norm=1\.0 clips by the norm of all gradients"),
     ],
 )
@@ -151,8 +199,7 @@ def test_a_step_that_keeps_gradients_is_refused(given: dict[str, Any], said: str
         result.train_step(CASES["gpt2_untied"].batch(8, 0), **given)
 
 
-def test_it_is_refused_where_a_parameter_is_no_model() -> None:
-    """A parameter of another model is none of the groups that are stepped."""
+def test_parameters_of_another_model_stay() -> None:
     other = nn.Linear(2, 2)
     case, (plan, of) = CASES["gpt2_untied"], plan_of(Cell.parse("gpt2_untied 1 gpipe m1"))
     runtime = parallelize(case.model(), replace(plan, optimizer_in_backward=True), of)

@@ -1,5 +1,6 @@
 """A plan against its model: globs over names, and everything that cannot hold."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -18,10 +19,11 @@ from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
-from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.check import check_plan, check_runs, fingerprint, why_stepped_late
 from meshwright.planner.plan.offload import away_blocks
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.shardings import express_shardings, resolve_shardings
+from tests.helpers import planning
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.stored import stored
 from tests.helpers.tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
@@ -29,6 +31,7 @@ from tests.models import experts_models
 from tests.models.experts_models import Library, batch, token_loss
 from tests.models.models import Case, Traced, sgd, traced
 from tests.parity.parity_cells import graph_of
+from tests.planner.search.test_search import search
 
 REFUSED = Path(__file__).with_name("refused.txt")
 
@@ -250,3 +253,28 @@ def test_virtual_stages_share_the_ranks_of_their_device() -> None:
     plan = changed(graph, *stages, {"schedule": "interleaved_1f1b"})
     assert (plan.devices, plan.num_ranks) == (groups, 4)
     check_plan(plan, graph, table)
+
+
+class ReadTwice(torch.nn.Module):
+    """Reads a weight without a gradient, or a view of it, before it is trained on."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.detached = detached
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.last.weight.t()
+        x = self.first(x) + x @ (weight.detach() if self.detached else weight)
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_weight_read_without_gradient_is_not_stepped_in_the_backward(detached: bool) -> None:
+    of = planning.cut(ReadTwice(detached=detached), (torch.randn(4, 8),))
+    assert why_stepped_late(of.graph).startswith("last.weight is also read without") is detached
+    plan = search(planning.cluster(1), of, batch=4, num_microbatches=1).best.plan
+    stepped = dataclasses.replace(plan, optimizer_in_backward=True)
+    says = r"optimizer_in_backward=True: last\.weight is also read without a gradient"
+    with pytest.raises(PlanError, match=says) if detached else contextlib.nullcontext():
+        check_plan(stepped, of.graph, of.table)

@@ -166,6 +166,34 @@ def test_the_optimizer_steps_in_the_backward_where_nothing_else_fits() -> None:
         search(tight, OF, batch=16, **asked | {"num_microbatches": 1})
 
 
+def test_states_fill_a_device_that_gradients_would_overflow() -> None:
+    """Whatever is priced before: weights and moments of 8 layers are 28 MiB here."""
+    of, asked = linears(512, 8, 2, 8), {"batch": 2, "pp": 1, "tp": 1, "dp": 1, "zero": 0}
+    on, one = cluster(1), {"num_microbatches": 1, "forbid": ["recompute", "offload"]}
+    late = search(on, of, **asked, **one).best
+    stepped = search(on, of, optimizer_in_backward=True, **asked, **one).best
+    assert peak(stepped) < 0.85 * peak(late)
+    tight = limited(on, peak(stepped) * 1.01)
+    assert search(tight, of, optimizer_in_backward=True, **asked, **one).best.fits
+    found = search(tight, of, allow=IN_BACKWARD, **asked, **one).best
+    assert found.fits and found.plan.optimizer_in_backward
+
+
+@pytest.mark.parametrize("first", ["at_end", "in_backward"])
+def test_the_price_of_a_way_to_step_is_its_own(first: str) -> None:
+    """A GPU's host takes as long as it takes to issue the kernels of each parameter."""
+    late = search(ON, OF, batch=16, pp=1, num_microbatches=1, zero=0).best.plan
+    plans = {"at_end": late, "in_backward": replace(late, optimizer_in_backward=True)}
+    problem = searching(ON, OF, batch=16).problem
+    device = replace(ON.device, launch_overhead_s=5e-6)
+    problem = replace(problem, cluster=replace(ON, device=device))
+    alone = {way: Evaluator(problem).price(plan).stages[0] for way, plan in plans.items()}
+    evaluator = Evaluator(problem)
+    for way in sorted(plans, key=lambda way: way != first):
+        assert evaluator.price(plans[way]).stages[0].optimizer_s == alone[way].optimizer_s
+    assert alone["in_backward"].optimizer_s > alone["at_end"].optimizer_s
+
+
 def test_what_it_saves_and_what_it_costs() -> None:
     """Of ZB-H2 the wait for the first forward, for 12 bytes for each parameter."""
     asked = ASKED | {"schedule": "zb_h2", "num_microbatches": 8}
