@@ -4,17 +4,14 @@ plot of both."""
 import math
 import random
 import statistics
-from collections import defaultdict
 from xml.etree import ElementTree
 
 import pytest
 
 from scripts.experts import sweeps
 from scripts.experts.residuals import Effects, Residual, coverage, ends, interval
-from scripts.experts.rows import published_rows
 from scripts.experts.scatter import Point, scatter
-from scripts.experts.sweeps import PLAN, PLANS, SWEEP, Priced, Row, Sweep
-from tests.helpers.tiers import second_tier
+from scripts.experts.sweeps import PLAN, SWEEP, Priced, Row, Sweep
 
 
 def rows(*times: tuple[str, float, float]) -> list[Row]:
@@ -64,26 +61,6 @@ def test_of_plans_that_prices_cannot_tell_apart_the_simplest_is_chosen() -> None
     assert sweep_of(fast, priced("4", "4", 1.01, 0.0)).choice is fast
     plans = [priced(tp, "1", 1.0, 0.0) for tp in ("4", "2")]
     assert sweep_of(*plans).choice is plans[1]
-
-
-@second_tier("hundreds of published rows are priced; published steps of five stay")
-def test_choices_among_published_sweeps_lose_little() -> None:
-    """Every second sweep, to keep it short; they lose what all of them do (1.9 % in the mean and
-    26.7 % at worst, of 8 % that are asked for: docs/measurements.md)."""
-    published = published_rows()
-    plans = defaultdict(set)
-    for row in published:
-        plans[_key(row)].add(tuple(row[c] for c in PLAN))
-    wanted = {*sorted(key for key, own in plans.items() if len(own) >= PLANS)[::2]}
-    lost = [own.regret for own in sweeps.sweeps(row for row in published if _key(row) in wanted)]
-    assert len(lost) >= 30
-    assert statistics.median(lost) <= 0.001
-    assert statistics.mean(lost) <= 0.02
-    assert max(lost) <= 0.27
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return tuple(row[c] for c in SWEEP)
 
 
 VARIANCES = {"gpu": 0.1**2, "target": 0.05**2, "model": 0.15**2, "row": 0.05**2}
