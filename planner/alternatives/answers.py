@@ -32,7 +32,7 @@ from meshwright.planner.alternatives.alternatives import (
     worth_s,
 )
 from meshwright.planner.alternatives.explained import alternative_row, plan_row
-from meshwright.planner.alternatives.what_if import CHUNKS, with_chunked_loss
+from meshwright.planner.alternatives.what_if import CHUNKS, logits_bytes, with_chunked_loss
 from meshwright.planner.drafts import Candidate, PlanDraft
 from meshwright.planner.overrides import OverrideError, Overrides, each_dropped
 from meshwright.planner.plan import (
@@ -491,6 +491,7 @@ class Sensitivity:
 MAX_BATCHES = 3  # searched
 SEARCH_S = 0.5  # for one of them; no new one after twice as long
 LOGITS = 0.25  # of the peak, from which on a loss in chunks is worth a line
+SPARSE = 8  # times as many micro-batches as the next smaller number of them
 BINDING = 0.1  # of the peak, from which on a plan is searched with one
 FULL = 0.7  # of what a device may hold, from which on memory shapes a plan
 KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores load at once
@@ -714,8 +715,17 @@ def _logits_bytes(search: Search, result: SearchResult) -> tuple[float, float, f
 
 
 def logits_bind(search: Search, result: SearchResult) -> bool:
-    """Whether a plan may gain by a loss in parts: its fullest device is full, of logits not
-    least."""
-    full = result.best.evaluation.prediction.fullest_bytes > FULL * search.space.memory_bytes
+    """Whether a plan may gain by a loss in parts: its fullest device is full, of logits not least;
+    or there are far fewer micro-batches than its, but none between, whose logits would fill a good
+    part of the devices together."""
+    space, best = search.space, result.best
+    full = best.evaluation.prediction.fullest_bytes > FULL * space.memory_bytes
     taken, before, _ = _logits_bytes(search, result) if full else (0.0, 0.0, 0.0)
-    return taken > BINDING * before
+    if taken > BINDING * before:
+        return True
+    m = best.plan.num_microbatches
+    fewer = max((n for n in space.microbatch_counts() if n < m), default=m)
+    rows = space.global_batch_size / fewer / space.cluster.num_devices
+    return (
+        m >= SPARSE * fewer and rows * logits_bytes(search.problem) > BINDING * space.memory_bytes
+    )

@@ -50,6 +50,13 @@ def with_chunked_loss(problem: Problem) -> Problem | None:
     return _resized(problem, classes, lambda size: -(-size // CHUNKS)) if classes else None
 
 
+def logits_bytes(problem: Problem) -> float:
+    """Bytes of what losses of classes read for a row of the batch."""
+    graph = problem.graph
+    scores = (graph.values[op.operands[0]] for op in graph.ops if traits_of(op).loss)
+    return sum(meta.numel * meta.dtype.itemsize for meta in scores) / graph.batch_size
+
+
 def with_half_sequences(problem: Problem) -> Problem | None:
     """The problem with half of the tokens; None where there is no sequence, or no half."""
     tokens = problem.factors.context
