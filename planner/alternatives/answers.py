@@ -704,24 +704,31 @@ def _logits(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
 def _logits_bytes(search: Search, result: SearchResult) -> tuple[float, float, float]:
     """Bytes of the fullest device that are logits, all, and those without most of its logits; 0
     logits where its loss has none, or is in parts."""
+    before, after = result.best.evaluation.prediction.fullest_bytes, _without_logits(search, result)
+    least = float(max(after, default=before))
+    return (before - least) / (1 - 1 / CHUNKS), before, least
+
+
+def _without_logits(search: Search, result: SearchResult) -> Sequence[int]:
+    """Bytes of each device group of the chosen plan without most of its logits; none where its loss
+    has none, or is in parts."""
     best = result.best
-    before = best.evaluation.prediction.fullest_bytes
     lighter = with_chunked_loss(replace(search.problem, precision=best.plan.precision))
     if lighter is None:
-        return 0.0, before, before
+        return ()
     priced = evaluate(best.plan, lighter, best.assignments, StageCoster(lighter))
-    after = priced.prediction.fullest_bytes
-    return (before - after) / (1 - 1 / CHUNKS), before, after
+    return priced.prediction.peak_memory_bytes
 
 
 def logits_bind(search: Search, result: SearchResult) -> bool:
-    """Whether a plan may gain by a loss in parts: its fullest device is full, of logits not least;
-    or there are far fewer micro-batches than its, but none between, whose logits would fill a good
+    """Whether a plan may gain by a loss in parts: a device group is full, of logits not least; or
+    there are far fewer micro-batches than its, but none between, whose logits would fill a good
     part of the devices together."""
     space, best = search.space, result.best
-    full = best.evaluation.prediction.fullest_bytes > FULL * space.memory_bytes
-    taken, before, _ = _logits_bytes(search, result) if full else (0.0, 0.0, 0.0)
-    if taken > BINDING * before:
+    full, peaks = FULL * space.memory_bytes, best.evaluation.prediction.peak_memory_bytes
+    after = _without_logits(search, result) if max(peaks) > full else ()
+    bound = BINDING * (1 - 1 / CHUNKS)  # of what is left without most of them
+    if any(b > full and b - a > bound * b for b, a in zip(peaks, after, strict=False)):
         return True
     m = best.plan.num_microbatches
     fewer = max((n for n in space.microbatch_counts() if n < m), default=m)
