@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS
+from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, Stepping
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
@@ -322,6 +322,10 @@ FORBIDDABLE = (*FORBIDS, "unequal_meshes")
 # decisions that change a training's numbers, or want its steps made by
 # `train_step(..., optimizer=)`: left out unless the user allows them by this name
 ALLOWABLE = tuple(d.name for d in _TABLE if d.allowed)
+# decisions by which an optimizer steps otherwise than at the end, each with the way
+STEPPINGS: Mapping[str, Stepping] = MappingProxyType(
+    {"post_validation": "validated", "optimizer_in_backward": "in_backward"}
+)
 
 
 def taken(sharing: Sharing, holders: int) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether two small parameters that are stepped one by one end where they do together."""
-    kind, taken = type(optimizer), inspect.signature(type(optimizer)).parameters
-    options = {name: x for name, x in optimizer.defaults.items() if name in taken}
+    kind = type(optimizer)
+    options = _taken(kind, optimizer.defaults)
     device = optimizer.param_groups[0]["params"][0].device
     ends = list[list[nn.Parameter]]()
     try:
@@ -110,14 +110,19 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 def habits(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Habits:
     """Habits of a kind of optimizer with these options; none of one that can't be tried."""
-    taken = inspect.signature(kind).parameters
-    options = {name: x for name, x in options.items() if name in taken}
+    options = _taken(kind, options)
     try:
         with torch.random.fork_rng(devices=[]), _Masks() as masks:
             alone, beside = (_stepped(kind, options, scale) for scale in (1.0, 3.0))
     except Exception:  # noqa: BLE001 - whatever it needs, it is told by its own step
         return Habits()
     return Habits(looks_across=not torch.equal(alone, beside), indexes=masks.seen)
+
+
+def _taken(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a kind of optimizer is made with."""
+    taken = inspect.signature(kind).parameters
+    return {name: x for name, x in options.items() if name in taken}
 
 
 def _stepped(

@@ -74,9 +74,17 @@ class Steps(PlannedModel):
         inputs = with_targets(batch, targets)
         if optimizer is not None:
             return self._whole_step(inputs, optimizer, max_grad_norm, local=local)
+        return self._step(inputs, local=local)
+
+    def _step(
+        self, inputs: Any, *, local: bool, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.Tensor:
+        """A measured step of the runtime, in whose backward an optimizer may step."""
         runtime = self.runtime
         return self.monitor.train_step(
-            lambda watch: runtime.train_step(inputs, observe=watch, local=local),
+            lambda watch: runtime.train_step(
+                inputs, observe=watch, local=local, optimizer=optimizer
+            ),
             lambda: self._size(inputs, local),
         )
 
@@ -91,13 +99,7 @@ class Steps(PlannedModel):
             ):
                 log.warning("%s", said)
         if self.plan.optimizer_in_backward:
-            runtime = self.runtime
-            return self.monitor.train_step(
-                lambda watch: runtime.train_step(
-                    inputs, observe=watch, local=local, optimizer=optimizer
-                ),
-                lambda: self._size(inputs, local),
-            ).detach()
+            return self._step(inputs, local=local, optimizer=optimizer).detach()
         if not self.plan.post_validation:
             optimizer.zero_grad()
             loss = self.train_step(inputs, local=local)

@@ -205,9 +205,9 @@ class EqualStages:
         for stepping in self.space.other_steppings:
             may = [p for p in pipelines if self.space.may_step(stepping, p, setup.sharing)]
             if may:
-                chain = setup.chain
-                setting = replace(chain.setting, stepping=stepping)
-                chain = self.programs.chain(setting, chain.mode, self.space.restrictions.recompute)
+                setting = replace(setup.chain.setting, stepping=stepping)
+                forced = self.space.restrictions.recompute
+                chain = self.programs.chain(setting, setup.chain.mode, forced)
                 yield replace(setup, stepping=stepping, chain=chain), may
 
     def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:

@@ -20,7 +20,7 @@ from meshwright.costmodel.mesh import ContextKind, Stepping
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH
+from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH, STEPPINGS
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
     OverrideError,
@@ -201,12 +201,12 @@ def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
     """The overrides with what stepping in the backward leaves. Raises `OverrideError`."""
     if not wanted.optimizer_in_backward:
         return wanted
-    said, counts = "optimizer_in_backward=True", (wanted.microbatch_size, len(wanted.stages or ()))
-    if counts[0] is not None:
-        other = f"microbatch_size={counts[0]}: all rows are one micro-batch"
+    said, rows, stages = "optimizer_in_backward=True", wanted.microbatch_size, wanted.stages or ()
+    if rows is not None:
+        other = f"microbatch_size={rows}: all rows are one micro-batch"
         raise contradiction(said, other, "no microbatch_size")
-    if counts[1] > 1:
-        raise contradiction(said, f"stages= with {counts[1]} stages", "one stage, or no stages=")
+    if len(stages) > 1:
+        raise contradiction(said, f"stages= with {len(stages)} stages", "one stage, or no stages=")
     if precision == "fp16":
         raise OverrideError(
             ": a scaled loss asks all gradients before a step",
@@ -221,13 +221,11 @@ def _steppings(
     wanted: Overrides, allow: Collection[str], precision: str, graph: Graph
 ) -> tuple[Stepping, ...]:
     """Ways in which optimizers may step, by the decisions about it and those that are allowed."""
-    ways: dict[str, Stepping] = {
-        "post_validation": "validated", "optimizer_in_backward": "in_backward"
-    }  # fmt: skip
-    asked = [way for name, way in ways.items() if getattr(wanted, name)]
+    asked = [way for name, way in STEPPINGS.items() if getattr(wanted, name)]
     if asked:
         return (*asked,)
-    free = [way for name, way in ways.items() if name in allow and getattr(wanted, name) is None]
+    left = [name for name in STEPPINGS if name in allow and getattr(wanted, name) is None]
+    free = [STEPPINGS[name] for name in left]
     late = precision == "fp16" or why_stepped_late(graph)
     return ("at_end", *(way for way in free if not (late and way == "in_backward")))
 

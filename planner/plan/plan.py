@@ -28,7 +28,7 @@ from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.rules import recomputable
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
 from meshwright.costmodel.sharing import UNSHARED, Sharing
-from meshwright.planner.decisions import DECISIONS, OFFLOADS
+from meshwright.planner.decisions import DECISIONS, OFFLOADS, STEPPINGS
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -202,17 +202,12 @@ class Plan:
     @property
     def stepping(self) -> Stepping:
         """Way in which the optimizer steps."""
-        if self.optimizer_in_backward:
-            return "in_backward"
-        return "validated" if self.post_validation else "at_end"
+        return next((way for name, way in STEPPINGS.items() if getattr(self, name)), "at_end")
 
     def stepped(self, stepping: Stepping) -> Plan:
         """The plan with an optimizer that steps so."""
-        return dataclasses.replace(
-            self,
-            post_validation=stepping == "validated",
-            optimizer_in_backward=stepping == "in_backward",
-        )
+        chosen: dict[str, Any] = {name: way == stepping for name, way in STEPPINGS.items()}
+        return dataclasses.replace(self, **chosen)
 
     @property
     def num_ranks(self) -> int:
