@@ -37,6 +37,7 @@ COMMANDS = MappingProxyType(
         "compare": "plan for several clusters, and choose one",
         "fit": "whether a model fits, up to which batch and sequence",
         "catalog": "the hardware that is known, and where numbers are from",
+        "cluster": "a cluster file: begin one, see what follows from it, convert it",
         "selftest": "plans of this machine against one device, and against time",
     }
 )

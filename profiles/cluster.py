@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.profiles.cluster_file import PLAIN, TABLES, changes_of
 from meshwright.profiles.hardware.catalog_reader import (
     Entry,
     catalog_names,
@@ -34,7 +35,6 @@ __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates",
 LOCAL_NODE = "local-host"
 MEASURED_HERE = "local: rates of a core measured here"
 _SLICE_S = 3e-3  # a thread runs so long before Linux gives its core to another one that waits
-_TABLES = ("device", "intra_link", "inter_link", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,24 +156,26 @@ class Cluster:
         """A cluster from a TOML file: `base` (a catalog name) and whatever differs from it.
 
         Keys: base, name, num_nodes, devices_per_node; tables [device] (peak_flops is a sub-table),
-        [intra_link], [inter_link], [host] with the field names of Device, Link and Host, in SI
-        units. A curve is a number or an array of [x, y] pairs.
+        [intra_link], [inter_link], [host] with the catalog's keys, each quantity with its unit
+        (`cluster_file.py`). A curve is a number or an array of [x, y] pairs. Raises ValueError.
         """
         place = Path(path)
         data = read_toml(place)
-        plain = ("name", "num_nodes", "devices_per_node")
-        _check_keys(data, ("base", *plain, *_TABLES), place)
+        for key in data:
+            if key not in (*PLAIN, *TABLES):
+                raise unknown_name(f"{place} key", key, (*PLAIN, *TABLES))
         if str(data.get("base")) not in catalog_names():
             raise unknown_name(f"{place} base", data.get("base"), catalog_names())
         cluster = cls.from_catalog(data["base"])
-        changes = {key: data[key] for key in plain if key in data}
-        for table in _TABLES:
+        changes = {key: data[key] for key in PLAIN[1:] if key in data}
+        for table in TABLES:
             if table in data:
                 where = f"{place} [{table}]"
-                changes[table] = _override(getattr(cluster, table), data[table], where)
+                given = changes_of(table, data[table], where)
+                changes[table] = _override(getattr(cluster, table), given, where)
         assumptions = cluster.assumptions + tuple(
             f"{place.name}: {key} = {value} replaces the catalog's"
-            for table in _TABLES
+            for table in TABLES
             for key, value in _flat(data.get(table, {}), table)
         )
         try:
@@ -334,27 +336,16 @@ def _local_gpu() -> str:
     )
 
 
-def _check_keys(table: Iterable[str], legal: Collection[str], place: object) -> None:
-    """Raise ValueError, with the nearest legal ones, for an unknown key."""
-    for key in table:
-        if key not in legal:
-            raise unknown_name(f"{place} key", key, legal)
-
-
-def _table(value: Any, place: str) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    raise MeshwrightError(f" is {shown(value)}", place=place, legal="a table of key = value")
-
-
-def _override(base: Any, table: Any, place: str) -> Any:
-    """`base` (a Device, Link or Host) with fields replaced by those of a TOML table. Raises
-    ValueError with the `place` for unknown keys and illegal values."""
-    changes = _table(table, place)
-    _check_keys(changes, [field.name for field in dataclasses.fields(base)], place)
+def _override(base: Any, changes: Mapping[str, Any], place: str) -> Any:
+    """`base` (a Device, Link or Host) with fields replaced. Raises ValueError with the `place` for
+    illegal values, and where there is no base."""
+    if base is None:
+        raise MeshwrightError(
+            ": the base says nothing of a host", place=place, legal="no [host]",
+            way_out="take another base",
+        )  # fmt: skip
     if "peak_flops" in changes:
-        rates = _table(changes["peak_flops"], f"{place} peak_flops")
-        changes = {**changes, "peak_flops": {**base.peak_flops, **rates}}
+        changes = {**changes, "peak_flops": {**base.peak_flops, **changes["peak_flops"]}}
     try:
         return dataclasses.replace(base, **changes)
     except ValueError as error:

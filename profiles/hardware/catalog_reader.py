@@ -18,34 +18,22 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.profiles.hardware.curve import FULL, Curve
+from meshwright.profiles.hardware.units import UNITS
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_TEXT, MOST_NUMBER, is_number
 
 CATALOG_DIR = Path(__file__).parents[1] / "catalog"
 SOURCE_KINDS = ("datasheet", "published", "measured", "fitted", "assumed")
 
-# unit -> (dimension, factor to the SI unit of that dimension)
-_UNITS: Mapping[str, tuple[str, float]] = MappingProxyType(
+# of what has no unit in SI, the dimension by the word that stands for one
+_PLAIN: Mapping[str, str] = MappingProxyType(
     {
-        "B": ("bytes", 1.0),
-        "KiB": ("bytes", 2.0**10),
-        "MiB": ("bytes", 2.0**20),
-        "GiB": ("bytes", 2.0**30),
-        "GB": ("bytes", 1e9),
-        "s": ("seconds", 1.0),
-        "us": ("seconds", 1e-6),
-        "MFLOP": ("FLOP", 1e6),
-        "GFLOP": ("FLOP", 1e9),
-        "TFLOP": ("FLOP", 1e12),
-        "TFLOP/s": ("FLOP/s", 1e12),
-        "GFLOP/s": ("FLOP/s", 1e9),
-        "GB/s": ("bytes/s", 1e9),
-        "fraction": ("fraction", 1.0),
-        "fraction of compute time": ("slowdown", 1.0),
-        "count": ("count", 1.0),
-        "tokens": ("tokens", 1.0),
-        "ranks": ("ranks", 1.0),
-        "rows, columns": ("tiles", 1.0),
+        "fraction": "fraction",
+        "fraction of compute time": "slowdown",
+        "count": "count",
+        "tokens": "tokens",
+        "ranks": "ranks",
+        "rows, columns": "tiles",
     }
 )
 _UP_TO_ONE = ("fraction", "slowdown")
@@ -295,10 +283,11 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
 
 def _factor(unit: object, place: str, dimension: str) -> float:
     """The factor from `unit` to the SI unit of `dimension`. Raises ValueError for another."""
-    units = sorted(name for name, (measured, _) in _UNITS.items() if measured == dimension)
+    plain = {word: 1.0 for word, measured in _PLAIN.items() if measured == dimension}
+    units = plain or UNITS[dimension]
     if unit not in units:
-        raise _not(unit, place, f"for {dimension}: {', '.join(units)}")
-    return _UNITS[str(unit)][1]
+        raise _not(unit, place, f"for {dimension}: {', '.join(sorted(units))}")
+    return units[str(unit)]
 
 
 def _number(value: object, place: str, dimension: str) -> float:

@@ -105,9 +105,9 @@ class TestLoad:
             name = "mine"
             num_nodes = 3
             device.memory_bytes = 40_000_000_000
-            device.peak_flops.bf16 = 250e12
-            inter_link.bandwidth = 12.5e9
-            inter_link.efficiency = [[1e6, 0.5], [1e9, 1]]
+            device.peak_flops.bf16 = "250 TFLOP/s"
+            inter_link.bandwidth = "100 Gb/s"
+            inter_link.efficiency = [["1 MB", 0.5], ["1 GB", 1]]
             """,
         )
         base = Cluster.from_catalog("a100-80gb")
@@ -127,11 +127,14 @@ class TestLoad:
         [
             ('base = "l4"\nnum_node = 2', "did you mean 'num_nodes'"),
             ('base = "l4"\n[devise]', "did you mean 'device'"),
-            ('base = "l4"\n[device]\nmemory = 1', r"\[device\] key 'memory'.*memory_bytes"),
-            ('base = "l4"\n[intra_link]\nlatency = 1', r"\[intra_link\] key.*did you mean"),
+            ('base = "l4"\n[device]\nmemery = 1', r"\[device\] key 'memery'.*mean 'memory'"),
+            ('base = "l4"\n[intra_link]\nlatncy = 1', r"\[intra_link\] key.*did you mean"),
             ('base = "l4"\n[device.peak_flops]\nfp23 = 1', "did you mean 'fp32'"),
             ('base = "l4"\n[device]\npeak_flops = 1', "peak_flops is 1; legal: a table"),
-            ('base = "l4"\n[device]\nmemory_efficiency = [[2, 1], [1, 1]]', "curve: x is 1; legal"),
+            (
+                'base = "l4"\n[device]\nmemory_efficiency = [["2 B", 1], ["1 B", 1]]',
+                "curve: x is 1.0; legal",
+            ),
             ('base = "l4"\ndevice = 1', r"\[device\] is 1; legal: a table"),
             ('base = "l4"\nnum_nodes = 0', "num_nodes is 0"),
             ('base = "l5"', "did you mean 'l4'"),

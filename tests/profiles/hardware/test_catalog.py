@@ -111,7 +111,7 @@ class TestCatalog:
     @pytest.mark.parametrize(
         ("key", "change", "message"),
         [
-            ("memory", {"unit": "GB/s"}, "unit is 'GB/s'; legal: for bytes: B, GB, GiB, KiB, MiB"),
+            ("memory", {"unit": "GB/s"}, "unit is 'GB/s'; legal: for bytes: B, GB, GiB, KiB, MB"),
             ("memory", {"value": -1}, "memory: value is -1; legal: above 0"),
             ("memory", {"value": "80"}, "memory: value is '80'"),
             ("matmul_efficiency", {"value": 1.2}, "efficiency: value is 1.2; legal: .*up to 1"),
