@@ -13,6 +13,8 @@ from meshwright.profiles.inputs.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from meshwright.api import auto_parallelize as auto_parallelize
     from meshwright.costmodel.rules import RuleError as RuleError
+    from meshwright.costmodel.schedules import Schedule as Schedule
+    from meshwright.costmodel.schedules import register_schedule as register_schedule
     from meshwright.costmodel.user_rules import rule as rule
     from meshwright.data import data_loader as data_loader
     from meshwright.data import packed as packed
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from meshwright.planner.plan import PlanError as PlanError
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
+    from meshwright.profiles.cluster import Device as Device
+    from meshwright.profiles.cluster import Host as Host
+    from meshwright.profiles.cluster import Link as Link
     from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
     from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit

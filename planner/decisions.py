@@ -315,9 +315,8 @@ def _forbidden(d: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]
 
 
 # a name that may be forbidden -> the decision it is of, and the values that are left
-FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
-    dict(pair for d in _TABLE for pair in _forbidden(d))
-)
+_FORBIDS = dict(pair for d in _TABLE for pair in _forbidden(d))
+FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(_FORBIDS)
 FORBIDDABLE = (*FORBIDS, "unequal_meshes")
 # decisions that change a training's numbers, or want its steps made by
 # `train_step(..., optimizer=)`: left out unless the user allows them by this name

@@ -23,6 +23,7 @@ from meshwright.costmodel.schedules.simulate import (
     Timeline,
     chrome_trace,
     event_of,
+    register_schedule,
     simulate,
     step_times,
 )

@@ -56,11 +56,12 @@ of each stage up to J: at most ΣF + (m-1)·max F seconds. Backwards in time the
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -69,6 +70,7 @@ import numpy as np
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.fills import Floats
+from meshwright.costmodel.schedules.held import _moments, in_flight
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import (
     FORWARD_MESSAGES,
@@ -77,7 +79,17 @@ from meshwright.costmodel.schedules.schedule import (
     Instruction,
     ScheduleError,
     Streams,
+    _build,
+    build_schedule,
 )
+from meshwright.costmodel.schedules.table import (
+    _TABLE,
+    SCHEDULES,
+    Pipeline,
+    Schedule,
+    compute_orders,
+)
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 T = TypeVar("T", float, Floats)
 _COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
@@ -616,3 +628,74 @@ def _stages_of(streams: Streams) -> tuple[tuple[int, ...], ...]:
             f"the streams compute stages {owned}: need 0, 1, 2, .., each in one stream alone"
         )
     return stages_of
+
+
+# --- schedules of users ---------------------------------------------------------------------------
+
+TRIED = ((2, 3), (2, 8), (4, 4), (4, 9))  # devices and micro-batches of a new schedule
+
+
+def register_schedule(name: str, record: Schedule) -> None:
+    """Add a pipeline schedule: `Overrides(schedule=name)` takes it, a free search tries it unless
+    its record says otherwise, and plans with it run. Ranks that run such a plan register it, too.
+
+    A few pipelines are simulated: each stage runs the forward of every micro-batch and, after it,
+    its backward (as two halves where the record splits it), no device waits for ever, and none
+    holds more micro-batches than the record's `in_flight`. Raises ValueError for a name that is
+    taken, or is none, and for a record that is none, or whose orders are wrong.
+    """
+    place = "register_schedule"
+    if not isinstance(name, str) or not name.isidentifier() or name in SCHEDULES:
+        raise MeshwrightError.refused(f"{place}: name", name, legal="a new identifier")
+    if not isinstance(record, Schedule):
+        what = f" is {shown(record)}"
+        raise MeshwrightError(what, place=f"{place}: record", legal="a meshwright.Schedule")
+    _TABLE[name] = record
+    try:
+        for p, m in TRIED:
+            if record.runs(m, p):
+                _check_streams(Pipeline(name, p * (record.stages_per_device or 2), m, p))
+    except Exception as error:  # whatever its functions do
+        del _TABLE[name]
+        raise MeshwrightError(
+            f": {type(error).__name__}: {error}",
+            place=f"{place}: {name}",
+            legal="a record whose orders run every micro-batch on each stage once",
+            way_out="mend its order, placement or in_flight",
+        ) from error
+    finally:  # of a record of that name that was refused before
+        for remembered in (compute_orders, _build, _moments):
+            remembered.cache_clear()
+
+
+def _check_streams(pipeline: Pipeline) -> None:
+    """Raise ValueError unless the streams of a pipeline run all that there is to run, and hold what
+    the schedule's record says."""
+    record, passes = pipeline.record, pipeline.num_microbatches // pipeline.record.copies
+    copies = record.pipelines(pipeline.num_stages)
+    sends = dict.fromkeys((edge for copy in copies for edge in pairwise(copy)), 0.0)
+    streams = build_schedule(pipeline, sends)
+    unit = StageTimes(forward_s=1.0, backward_s=2.0, reduce_s=0.0, optimizer_s=0.0, weight_s=1.0)
+    simulate(streams, [unit] * pipeline.num_stages, sends)
+    whole, halves = (Action.BACKWARD,), (Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
+    for stages, stream in zip(pipeline.placed, streams, strict=True):
+        for stage in stages:
+            ran = defaultdict[int, list[Action]](list)
+            held = most = 0
+            for i in stream:
+                if i.stage == stage and i.action in (Action.FORWARD, *whole, *halves):
+                    ran[i.microbatch].append(i.action)
+                    held += (i.action is Action.FORWARD) - (i.action in (whole[0], halves[1]))
+                    most = max(most, held)
+            legal = [
+                [Action.FORWARD, *whole],
+                *[[Action.FORWARD, *halves]] * record.splits_backward,
+            ]
+            for microbatch, actions in ran.items():
+                if actions not in legal:
+                    run = ", ".join(actions)
+                    raise ValueError(f"stage {stage} runs {run} of micro-batch {microbatch}")
+            if len(ran) != passes:
+                raise ValueError(f"stage {stage} runs {len(ran)} of {passes} micro-batches")
+            if most > (said := in_flight(pipeline, stage)):
+                raise ValueError(f"stage {stage} holds {most} micro-batches, its in_flight {said}")

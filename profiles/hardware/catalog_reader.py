@@ -9,6 +9,7 @@ measurement made.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_TEXT, MOST_NUMBER, is_number
 
 CATALOG_DIR = Path(__file__).parents[1] / "catalog"
+FOLDERS_VARIABLE = "MESHWRIGHT_CATALOG"  # names folders of more entries
 SOURCE_KINDS = ("datasheet", "published", "measured", "fitted", "assumed")
 
 # of what has no unit in SI, the dimension by the word that stands for one
@@ -172,18 +174,40 @@ def unknown_name(what: str, name: object, legal: Iterable[str]) -> MeshwrightErr
     return MeshwrightError(f" {shown(name)} is unknown", place=what, legal=names, way_out=hint)
 
 
-@cache
 def catalog_names() -> tuple[str, ...]:
-    """Every name `Cluster.from_catalog` accepts, sorted."""
-    return tuple(sorted(path.stem for path in CATALOG_DIR.glob("*.json")))
+    """Every name `Cluster.from_catalog` accepts, sorted. Raises ValueError as `_files` does."""
+    return tuple(_files(os.environ.get(FOLDERS_VARIABLE, "")))
 
 
-@cache
 def read_entry(name: str) -> Entry:
     """The catalog entry of that name. Raises ValueError with the nearest names if unknown."""
-    if name not in catalog_names():
-        raise unknown_name("hardware name", name, catalog_names())
-    return read_file(CATALOG_DIR / f"{name}.json")
+    files = _files(os.environ.get(FOLDERS_VARIABLE, ""))
+    if name not in files:
+        raise unknown_name("hardware name", name, files)
+    return _read(files[name])
+
+
+_read = cache(lambda path: read_file(path))
+
+
+@cache
+def _files(folders: str) -> Mapping[str, Path]:
+    """The file of each entry, by its name: those of the package, and of the folders that the user
+    adds. Raises ValueError for a path that is no folder, and for a name that is in two."""
+    own = {path.stem: path for path in CATALOG_DIR.glob("*.json")}
+    for folder in filter(None, folders.split(os.pathsep)):
+        place, path = f"environment {FOLDERS_VARIABLE}", Path(folder)
+        if not path.is_dir():
+            raise _not(folder, place, "folders of catalog files (*.json)", "make it, or unset it")
+        for file in path.glob("*.json"):
+            if (other := own.setdefault(file.stem, file)) is not file:
+                raise MeshwrightError(
+                    f" has {file.name}, and {other.parent} has it, too",
+                    place=place,
+                    legal="names that are new",
+                    way_out="rename the file, and its name in it",
+                )
+    return MappingProxyType(dict(sorted(own.items())))
 
 
 def device_of_driver(driver_name: str) -> str | None:

@@ -15,6 +15,7 @@ from meshwright.costmodel.schedules import (
     Pipeline,
     build_schedule,
     in_flight,
+    register_schedule,
     table,
 )
 from meshwright.costmodel.schedules.orders import DeviceOrder
@@ -30,6 +31,7 @@ from meshwright.planner.pricing import Evaluator, Ledger
 from meshwright.planner.pricing.copies import exchanges
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.report.explain import explain_plan
+from meshwright.profiles.inputs import MeshwrightError
 from tests.costmodel.schedules.pipelines import Shape
 from tests.helpers.enumeration import limited
 from tests.helpers.planning import cluster, linears, problem_of
@@ -235,15 +237,52 @@ def patient_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: i
         order.backward(stages[0])
 
 
+PATIENT = replace(
+    SCHEDULES["1f1b"], order=patient_1f1b, in_flight=lambda stage, p, m: p - stage + 1
+)
+
+
 @pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def added() -> Iterator[str]:
     with pytest.raises(OverrideError, match=f"schedule='{NAME}'.*legal: gpipe, 1f1b"):
         Overrides(schedule=NAME)
-    record = replace(
-        SCHEDULES["1f1b"], order=patient_1f1b, in_flight=lambda stage, p, m: p - stage + 1
-    )
-    monkeypatch.setitem(table._TABLE, NAME, record)
+    register_schedule(NAME, PATIENT)
     yield NAME
+    del table._TABLE[NAME]
+
+
+def late(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    """All but the last micro-batch."""
+    patient_1f1b(order, stages, d, p, m - 1)
+
+
+def waiting(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    """The first device waits for a backward before it begins the micro-batches of the others."""
+    for _ in range(m):
+        order.forward(stages[0])
+        if d == 0:
+            order.backward(stages[0])
+    for _ in range(m if d else 0):
+        order.backward(stages[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "says"),
+    [
+        ("1f1b", PATIENT, "name='1f1b'; legal: a new identifier"),
+        ("a b", PATIENT, "name='a b'"),
+        ("odd", "1f1b", r"record is '1f1b'; legal: a meshwright\.Schedule"),
+        ("odd", replace(PATIENT, order=late), "odd: ValueError: stage 0 runs 2 of 3 micro-batches"),
+        ("odd", replace(PATIENT, order=waiting), "odd: .*deadlock"),
+        ("odd", replace(PATIENT, in_flight=lambda *_: 1), "holds 3 micro-batches, its in_flight 1"),
+        ("odd", replace(PATIENT, order=None), "odd: TypeError: 'NoneType' .* is not callable"),
+    ],
+)
+def test_a_schedule_that_does_not_run_is_not_added(name: str, record: Any, says: str) -> None:
+    before = set(SCHEDULES)
+    with pytest.raises(MeshwrightError, match=f"register_schedule: .*{says}"):
+        register_schedule(name, record)
+    assert set(SCHEDULES) == before
 
 
 def test_its_streams_are_built_and_hold_what_its_record_says(added: str) -> None:

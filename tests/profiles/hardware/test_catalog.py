@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from meshwright.profiles import cluster as cluster_module
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import (
     CATALOG_DIR,
+    FOLDERS_VARIABLE,
     SOURCE_KINDS,
     catalog_names,
     read_file,
@@ -174,3 +176,36 @@ class TestCatalog:
         )
         with pytest.raises(ValueError, match=r"^l4\.json: .*memory_efficiency: y rises"):
             Cluster.from_catalog("l4")
+
+
+class TestFolders:
+    """Entries of a user's own, by the variable."""
+
+    def _folder(self, folder: Path, name: str = "my-card") -> Path:
+        data = json.loads((CATALOG_DIR / "l4.json").read_text())
+        (folder / f"{name}.json").write_text(json.dumps(data | {"name": name, "driver_names": []}))
+        return folder
+
+    def test_entries_are_added(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(FOLDERS_VARIABLE, f"{self._folder(tmp_path)}{os.pathsep}")
+        assert "my-card" in catalog_names() and "l4" in catalog_names()
+        cluster = Cluster.from_catalog("my-card", num_nodes=2)
+        assert cluster.device.memory_bytes == Cluster.from_catalog("l4").device.memory_bytes
+        monkeypatch.delenv(FOLDERS_VARIABLE)
+        with pytest.raises(ValueError, match="hardware name 'my-card' is unknown"):
+            Cluster.from_catalog("my-card")
+
+    def test_what_adds_none_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "missing"))
+        with pytest.raises(ValueError, match=f"{FOLDERS_VARIABLE} is .*missing.*legal: folders"):
+            catalog_names()
+        monkeypatch.setenv(FOLDERS_VARIABLE, str(self._folder(tmp_path, "l4")))
+        with pytest.raises(ValueError, match=r"has l4\.json, and .* has it, too; legal: names"):
+            catalog_names()
+        (tmp_path / "l4.json").unlink()
+        (tmp_path / "odd.json").write_text("{}")
+        assert "odd" in catalog_names()
+        with pytest.raises(ValueError, match=r"odd\.json: entry"):
+            Cluster.from_catalog("odd")
