@@ -81,4 +81,4 @@ def written(value: float, dimension: str, digits: int = 15) -> str:
     for units in _WRITTEN[dimension]:
         unit = next((u for u in units if abs(value) >= factors[u]), units[-1])
         said.append(f"{value / factors[unit]:.{digits}g} {unit}")
-    return min(said, key=len)
+    return min(said, key=lambda text: len(text.split()[0]))
