@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
 __getattr__, __all__ = lazy_exports(__name__, __file__)
 
 

@@ -11,13 +11,14 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from meshwright import __version__
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.shell.answer import say
 from meshwright.shell.named import Parser, UserCodeError, check_writable
@@ -39,6 +40,7 @@ COMMANDS = MappingProxyType(
         "catalog": "the hardware that is known, and where numbers are from",
         "cluster": "a cluster file: begin one, see what follows from it, convert it",
         "selftest": "plans of this machine against one device, and against time",
+        "completion": "a script by which bash or zsh completes all of this",
     }
 )
 
@@ -55,7 +57,7 @@ def perform(argv: Sequence[str] | None = None) -> int:
             legal=COMMANDS,
             way_out=f"nearest: {near[0]}" if near else "see `meshwright --help`",
         )
-    args = _parser(command).parse_args(argv)
+    args = parser_of([command]).parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     for name in ("output", "trace", "timeline", "export"):
         check_writable(f"--{name}", getattr(args, name, None))
@@ -102,27 +104,18 @@ def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
     }
 
 
-class _Version(argparse.Action):
-    """Prints the version, read only then: reading it takes a fifth of a short command."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"meshwright {version('meshwright')}")
-        parser.exit()
-
-
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser, with the arguments of one command."""
+def parser_of(whole: Collection[str | None]) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the commands that are `whole`."""
     parser = Parser(
         prog="meshwright",
         description="Decides how to train a PyTorch model on a cluster, says why, and runs it.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    said = f"meshwright {__version__}"
+    parser.add_argument("--version", action="version", version=said, help="print it and exit")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     for name, text in COMMANDS.items():
         flags = commands.add_parser(name, help=text, description=text)
-        if name == command:
+        if name in whole:
             flags.add_argument("--json", action="store_true", help="print JSON instead of text")
             flags.add_argument("--verbose", action="store_true", help="log progress to stderr")
             module = import_module(f"meshwright.shell.commands.{name}")

@@ -76,7 +76,7 @@ def _writer_class(folder: str) -> Callable[[str | None], Any]:
         raise NotInstalledError(
             "the package tensorboard is not installed",
             place=f"TensorBoardLogger({folder!r})",
-            way_out="`pip install meshwright[tensorboard]`, or JsonLinesLogger(path)",
+            way_out="`pip install tensorboard`, or JsonLinesLogger(path)",
         ) from error
     make: Callable[[str | None], Any] = SummaryWriter
     return make

@@ -352,7 +352,7 @@ def test_without_tensorboard_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install meshwright\[tensorboard\]"):
+    with pytest.raises(ImportError, match=r"pip install tensorboard"):
         TensorBoardLogger(tmp_path)
 
 

@@ -314,7 +314,7 @@ def test_without_the_extra_one_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "altair", None)
     report = report_of_axes()
-    with pytest.raises(ImportError, match=r"pip install 'meshwright\[report\]'"):
+    with pytest.raises(ImportError, match=r"pip install altair vl-convert-python jinja2"):
         report.html(tmp_path / "plan.html")
     assert not list(tmp_path.iterdir())
     shown = report._repr_html_() or ""
