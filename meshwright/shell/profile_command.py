@@ -8,6 +8,7 @@ from files: measurements that it exported on another, and collectives that other
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter, defaultdict
@@ -165,6 +166,16 @@ def profile_model(
             else:
                 timed[result[0].text] = result[1]
     store.add(Measurements(device=here, operators=timed, collectives=(*curves, *of_host)))
+    if missing and not timed and not skipped:
+        spent_s = time.monotonic() - started
+        raise MeshwrightError(
+            f" of {effort.budget_s:g} s was over before an operator was timed: the model's trace, "
+            f"links and host took {spent_s:.0f} s ({len(curves) + len(of_host)} timings are kept)",
+            place="profile: budget",
+            legal=f"more than {spent_s:.0f} s",
+            way_out=f"give --budget {10 * math.ceil((spent_s + 60) / 10)}; what is kept is not "
+            "measured again",
+        )
     if effort.again and device.type == "cpu":
         local_rates(cluster.devices_per_node, again=True)
     return Summary(

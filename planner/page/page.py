@@ -101,7 +101,8 @@ def _needed(name: str) -> ModuleType:
         raise NotInstalledError(
             f" needs {', '.join(NEEDED)}, and {error.name or name} is not installed",
             place="the report's page",
-            way_out="`pip install altair vl-convert-python jinja2` installs them, print(report) needs none",
+            way_out="`pip install altair vl-convert-python jinja2` installs them; print(report) "
+            "needs none",
         ) from error
 
 

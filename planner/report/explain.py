@@ -10,6 +10,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
 from meshwright.costmodel.precisions import IN_BLOCK, NARROW, PRECISIONS, SCALED_BY
+from meshwright.costmodel.recompute import parts_of
 from meshwright.costmodel.rules import is_narrow, traits_of
 from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target
@@ -38,6 +39,10 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.timings import OF_HOST, at_once
 
 MAX_EXCLUDED = 6  # products in the notes
+MFU = (
+    "MFU counts products and attention, causal attention as the whole square (PaLM, Megatron-LM), "
+    "nothing twice, over the dense peak of each product's dtype"
+)
 PURE = (
     "weights, gradients and moments are in bf16 alone, rounded to nearest (precision='bf16_pure'): "
     "a change of a weight by less than a 512th of it may be lost"
@@ -190,13 +195,16 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Sources of the prices, and assumptions about the software."""
     shares, target = evaluation.rests_on(), evaluation.target
-    of = "this machine's rates" if problem.cluster.measured else "the catalog's efficiency curves"
+    here = problem.cluster.measured
+    of = "rates that were measured here" if here else "the catalog's efficiency curves"
     lines = [
-        f"of the operators' seconds {shares['measured']:.0%} were measured on this device, "
-        f"{shares['interpolated']:.0%} interpolated, {shares['modelled']:.0%} modelled from {of} "
-        "(`meshwright profile` measures)",
+        f"of the operators' seconds {shares['measured']:.0%} were timed on this device, "
+        f"{shares['interpolated']:.0%} interpolated, {shares['modelled']:.0%} follow from {of} "
+        "(`meshwright profile` times operators)",
         _software(target, hides=problem.cluster.device.kind != "cpu"),
+        MFU,
     ]
+    lines += [*_parallel(evaluation), *_idle_recompute(evaluation)]
     lines += _kernel_by_kernel(evaluation, problem)
     if problem.tf32:
         lines.append(
@@ -229,6 +237,39 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "dropout masks come from a counter over global indices: the same under every plan"
         )
     return lines
+
+
+def _parallel(evaluation: Evaluation) -> list[str]:
+    """How activations between tensor-parallel blocks lie."""
+    sent = [
+        entered.assignment.states[value].sharded
+        for stage in evaluation.priced
+        if stage.setting.mesh.tp > 1
+        for entered in stage.blocks
+        for value in entered.block.outputs
+    ]
+    if not any(sent):
+        return []
+    return [
+        f"{sum(sent)} of {len(sent)} activations between tensor-parallel blocks are split over the "
+        "tensor axis, too (sequence parallelism, Megatron's --sequence-parallel)"
+    ]
+
+
+def _idle_recompute(evaluation: Evaluation) -> list[str]:
+    """Recompute policies of blocks that make nothing again by them."""
+    freed: dict[str, float] = {}
+    for stage in evaluation.priced:
+        for entered, policy in zip(stage.blocks, stage.stage.policies, strict=True):
+            gathers = parts_of(policy)[1]
+            freed[policy] = freed.get(policy, 0.0) + entered.repeats(policy) + gathers
+    return [
+        f"recompute={policy!r} makes nothing again here: attention that is fused keeps no scores"
+        if policy == "selective"
+        else f"recompute={policy!r} makes nothing again here"
+        for policy, nbytes in freed.items()
+        if policy != "none" and not nbytes
+    ]
 
 
 def _written_buffers(graph: Graph) -> list[str]:

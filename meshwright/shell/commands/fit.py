@@ -25,7 +25,7 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 
 FITS, TIGHT, NOT = "fits", "tight", "does not fit"
 OTHERWISE = "anything that changes the model, the optimizer or the precision"
-SPARE = "a larger --memory-margin leaves more of each device free"
+SPARE = "`plan --memory-margin 0.05`: a plan that leaves more of each device free, perhaps slower"
 MOST = 2**12  # times the batch, or the sequence, at most
 FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 

@@ -58,8 +58,8 @@ def add_prices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         choices=tuple(TARGETS),
-        help="software to plan for: its prices, and only what it can run (default: eager, or "
-        "compiled with --compile)",
+        help="software to plan for: its prices, and only what it can run (default: eager, what "
+        "train_step runs)",
     )
     parser.add_argument(
         "--no-profile",

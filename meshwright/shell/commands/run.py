@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a torch.save file, safetensors or a checkpoint; a model on meta is initialised else",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="run the model's blocks through torch.compile"
+        "--compile",
+        action="store_true",
+        help="run the model's blocks through torch.compile; plans are for target compiled then",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", help="time the last step, and write it as a Chrome trace"

@@ -188,7 +188,7 @@ def test_operators_without_a_rule_are_named() -> None:
 def test_assumptions_tell_where_numbers_come_from() -> None:
     assumptions = searched().report.assumptions
     assert any("memory" in a and "is assumed" in a for a in assumptions)
-    assert any("100% modelled from the catalog" in a for a in assumptions)
+    assert any("100% follow from the catalog" in a for a in assumptions)
     assert any(a.startswith("target eager: kernels fused: none") for a in assumptions)
 
 
