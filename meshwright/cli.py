@@ -20,9 +20,8 @@ from typing import Any
 
 from meshwright import __version__
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.shell.answer import say
 from meshwright.shell.named import Parser, UserCodeError, check_writable
-from meshwright.shell.terminal import show, stdout_is_the_result
+from meshwright.shell.terminal import say, show, stdout_is_the_result
 
 COMMANDS = MappingProxyType(
     {

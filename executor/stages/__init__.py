@@ -4,7 +4,7 @@ from meshwright.executor.stages.batches import Batches, BatchShape, Given, Rows,
 from meshwright.executor.stages.buffers import HeldBuffer
 from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.checked import CheckedPlan, check_evaluable, why_not_evaluable
-from meshwright.executor.stages.lowered import LoweredStage
+from meshwright.executor.stages.lowered import LoweredStage, add_totals
 from meshwright.executor.stages.optimizer_habits import check_steps_alone
 from meshwright.executor.stages.pipeline import (
     EarlyForwards,
@@ -16,7 +16,6 @@ from meshwright.executor.stages.pipeline import (
 )
 from meshwright.executor.stages.rank_parameters import replicated
 from meshwright.executor.stages.stage import Pass
-from meshwright.executor.stages.totals import add_totals
 from meshwright.executor.stages.user_model import (
     REFUSES_CALLS,
     UserModel,

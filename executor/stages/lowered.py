@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.rules import class_weights
+from meshwright.costmodel.sharding import TotalKind
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.ranks import Place
+from meshwright.executor.stages.batches import Rows
 from meshwright.executor.stages.buffers import buffer_placements
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.rank_parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
-from meshwright.executor.stages.totals import Total
 from meshwright.executor.transfers import Channels, stage_channels
 from meshwright.planner.plan import arriving_states, away_blocks, crossings, segments_of
 
@@ -257,3 +262,40 @@ def _counts(
         return None, {}
     read = dict.fromkeys(v for target, _, weight in losses.values() for v in (target, weight))
     return _on_raw(lowering, graph, tuple(v for v in read if v is not None)), losses
+
+
+# --- totals ---------------------------------------------------------------------------------------
+
+# Totals: values of the whole batch that raw inputs decide (the number of labels, of a mask's
+# flags), put together from those of micro-batches before the step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """One total: `program` makes that of a micro-batch from raw inputs and from totals before it,
+    on the data axis in the state in which the stage reads it."""
+
+    value: str
+    kind: TotalKind
+    program: Lowered
+
+
+TOGETHER: Mapping[TotalKind, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = MappingProxyType({
+    "sum": lambda parts: reduce(torch.add, parts),
+    "mean": lambda parts: reduce(torch.add, parts) / len(parts),
+    "max": lambda parts: reduce(torch.maximum, parts),
+    "min": lambda parts: reduce(torch.minimum, parts),
+})  # fmt: skip
+
+
+def add_totals(totals: Sequence[Total], tensors: Mapping[str, torch.Tensor], rows: Rows) -> None:
+    """Add the totals to the inputs of every micro-batch; `tensors` are the stage's."""
+    with torch.no_grad():
+        for total in totals:
+            parts = []
+            for inputs in rows:
+                values = {**tensors, **inputs}
+                parts += total.program.module(*[values[n] for n in total.program.arguments])
+            summed = TOGETHER[total.kind](parts)
+            for inputs in rows:
+                inputs[total.value] = summed

@@ -31,7 +31,7 @@ from meshwright.planner.drafts.candidates import (
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.fills import held_at_peak
-from meshwright.planner.drafts.segment_choices import given_segments
+from meshwright.planner.drafts.reliefs import given_segments
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides import OverrideError, Overrides, Restrictions, restrict
 from meshwright.planner.plan import moved_parts, moved_sizes, resolve_shardings

@@ -49,8 +49,7 @@ from meshwright.planner.drafts.combinations import (
 )
 from meshwright.planner.drafts.fills import filling_s, held_at_peak, in_turn_s
 from meshwright.planner.drafts.layouts import GAIN, WORTH, Layouts
-from meshwright.planner.drafts.reliefs import Relief
-from meshwright.planner.drafts.segment_choices import given_segments, may_segment
+from meshwright.planner.drafts.reliefs import Relief, given_segments, may_segment
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.stages import (

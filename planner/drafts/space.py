@@ -33,8 +33,7 @@ from meshwright.costmodel.sharding import FactorTable
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.drafts.reliefs import Relief, reliefs
-from meshwright.planner.drafts.segment_choices import legal_stages, with_segments
+from meshwright.planner.drafts.reliefs import Relief, legal_stages, reliefs, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
     PlanError,

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.planner.document import Document, Part, Table
 from meshwright.profiles.hardware import catalog_reader
-from meshwright.shell.answer import Answer
+from meshwright.shell.terminal import Answer
 
 Listing = tuple[Any, Document]  # data, text
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.planner.document import Document, Part, Table
 from meshwright.profiles.inputs import MeshwrightError, read_text, write_text
-from meshwright.shell.answer import Answer
 from meshwright.shell.named import cluster_named
+from meshwright.shell.terminal import Answer
 
 SIZES = ((2**20, "1 MiB"), (2**26, "64 MiB"), (2**30, "1 GiB"))  # of all-reduces that are shown
 

@@ -15,10 +15,10 @@ from meshwright.planner.report import Report
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import override_flags
-from meshwright.shell.answer import Answer
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import cluster_named
+from meshwright.shell.terminal import Answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

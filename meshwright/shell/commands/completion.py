@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from meshwright.profiles.inputs.errors import NotInstalledError
-from meshwright.shell.answer import Answer
+from meshwright.shell.terminal import Answer
 
 SHELLS = ("bash", "zsh")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
-from meshwright.shell.answer import Answer
 from meshwright.shell.named import model_named
+from meshwright.shell.terminal import Answer
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,8 +23,8 @@ from meshwright.planner.plan import (
     sized,
     slower,
 )
-from meshwright.shell.answer import Answer
 from meshwright.shell.named import no_report, saved_json
+from meshwright.shell.terminal import Answer
 
 ABSENT = "not there"
 EQUAL = 1e-9  # part of a number up to which two are the same

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshwright.planner.alternatives import Explained, instead
 from meshwright.planner.plan import Plan, describe, seconds, sized, slower
 from meshwright.planner.report import Report
-from meshwright.shell.answer import Answer
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
+from meshwright.shell.terminal import Answer
 
 Collectives = Mapping[str, tuple[int, float]]
 

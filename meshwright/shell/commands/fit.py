@@ -15,11 +15,11 @@ from meshwright.planner.plan import InfeasibleError, Relaxation, describe, sized
 from meshwright.planner.report import sequence_length
 from meshwright.planner.search import Search, some_plan_fits
 from meshwright.shell import override_flags
-from meshwright.shell.answer import Answer
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import searching
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
+from meshwright.shell.terminal import Answer
 
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.document import Document, Part
 from meshwright.shell import override_flags
-from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.commands.rehearse import exit_code
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
+from meshwright.shell.terminal import Answer, say
 
 if TYPE_CHECKING:
     from meshwright.executor.rehearsal import Rehearsal
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.planner.report import Report
     from meshwright.profiles.cluster import Cluster
 
+COLUMNS = 80  # of a terminal
 MORE_SEARCHES = 3  # for a plan that fits by its rehearsal
 
 
@@ -99,7 +101,33 @@ def _document(args: argparse.Namespace, report: Report, last: str) -> Document:
             parts.append([cost_text(report.cost(**costs) or {})])
         if args.sensitivity:
             parts.append(sensitivity_parts(report.sensitivity()))
-    return Document.of(*parts, [last] if last else [])
+    return Document.of(*parts, [*[last] * bool(last), *_closing(args, report)])
+
+
+def _closing(args: argparse.Namespace, report: Report) -> list[str]:
+    """What is chosen, whether it fits and how fast it is, and the command that runs it, on lines
+    that a terminal holds and a shell takes."""
+    from meshwright.planner.plan import seconds
+
+    s, plan = report.summary, report.plan
+    fits = f"{s['memory_verdict']}: {s['memory_probability']:.0%}"
+    said = f"Plan: {s['chosen']}; {seconds(s['step_time_s'])} a step, {s['mfu']:.0%} MFU, {fits}."
+    lines = textwrap.wrap(said, COLUMNS, subsequent_indent="  ")
+    if not args.output:
+        return [*lines, "Keep it with -o plan.json: the command that runs it is printed then."]
+    cluster = report.to_dict()["cluster"] if report.details else {}
+    nodes, each = cluster.get("num_nodes", 1), cluster.get("devices_per_node", plan.num_ranks)
+    far = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    command = (
+        f"torchrun {far}--nproc-per-node {each} -m meshwright run {args.model} --cluster "
+        f"{args.cluster} --batch {plan.global_batch_size} --precision {plan.precision} --plan "
+        f"{args.output}"
+    )
+    wrapped = textwrap.wrap(
+        command, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    where = f"Run it on each of {nodes} nodes:" if nodes > 1 else "Run it:"
+    return [*lines, where, *(f"{line} \\" for line in wrapped[:-1]), wrapped[-1]]
 
 
 def _rehearsed(

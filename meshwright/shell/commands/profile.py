@@ -14,9 +14,9 @@ from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.profile import device_name, is_device_of
 from meshwright.profiles.store import Store
 from meshwright.profiles.timings import PROFILE_S
-from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
 from meshwright.shell.named import cluster_named, model_named
+from meshwright.shell.terminal import Answer, say
 
 if TYPE_CHECKING:
     from meshwright.shell.profile_command import Imported, Summary

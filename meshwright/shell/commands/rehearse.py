@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
+from meshwright.shell.terminal import Answer, say
 
 if TYPE_CHECKING:
     from meshwright.executor.rehearsal import Rehearsal

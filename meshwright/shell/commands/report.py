@@ -8,10 +8,10 @@ from typing import Any
 from meshwright.planner.page import SCHEMA, render_page
 from meshwright.planner.plan import Plan
 from meshwright.profiles.inputs import MeshwrightError, shown, write_text
-from meshwright.shell.answer import say
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import no_report, saved_json
+from meshwright.shell.terminal import say
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
+from meshwright.shell.terminal import Answer, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
+from meshwright.shell.terminal import Answer, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from meshwright.planner.plan import Plan, compress_names, compress_ranks, decision_words, describe
-from meshwright.shell.answer import Answer
+from meshwright.shell.terminal import Answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

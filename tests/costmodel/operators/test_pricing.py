@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.kernels.measured import OpProfile
+from meshwright.costmodel.kernels.transfers import OpProfile
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer

@@ -15,7 +15,7 @@ from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.executor.ranks import launch
 from meshwright.executor.resharding.reshard import Axis
 from meshwright.executor.stages.batches import Batches, Given
-from meshwright.executor.stages.totals import TOGETHER
+from meshwright.executor.stages.lowered import TOGETHER
 from tests.executor.trained_cells import cells, planned
 from tests.helpers.memory_pools import DEVICE, HOST, MemoryPools
 from tests.helpers.ranks import on_ranks
