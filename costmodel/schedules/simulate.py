@@ -669,8 +669,8 @@ def register_schedule(name: str, record: Schedule) -> None:
 
 
 def _check_streams(pipeline: Pipeline) -> None:
-    """Raise ValueError unless the streams of a pipeline run all that there is to run, and hold what
-    the schedule's record says."""
+    """Raise `ScheduleError` unless the streams of a pipeline run all that there is to run, and hold
+    what the schedule's record says."""
     record, passes = pipeline.record, pipeline.num_microbatches // pipeline.record.copies
     copies = record.pipelines(pipeline.num_stages)
     sends = dict.fromkeys((edge for copy in copies for edge in pairwise(copy)), 0.0)
@@ -694,8 +694,10 @@ def _check_streams(pipeline: Pipeline) -> None:
             for microbatch, actions in ran.items():
                 if actions not in legal:
                     run = ", ".join(actions)
-                    raise ValueError(f"stage {stage} runs {run} of micro-batch {microbatch}")
+                    raise ScheduleError(f"stage {stage} runs {run} of micro-batch {microbatch}")
             if len(ran) != passes:
-                raise ValueError(f"stage {stage} runs {len(ran)} of {passes} micro-batches")
+                raise ScheduleError(f"stage {stage} runs {len(ran)} of {passes} micro-batches")
             if most > (said := in_flight(pipeline, stage)):
-                raise ValueError(f"stage {stage} holds {most} micro-batches, its in_flight {said}")
+                raise ScheduleError(
+                    f"stage {stage} holds {most} micro-batches, its in_flight {said}"
+                )

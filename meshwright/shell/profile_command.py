@@ -167,15 +167,7 @@ def profile_model(
                 timed[result[0].text] = result[1]
     store.add(Measurements(device=here, operators=timed, collectives=(*curves, *of_host)))
     if missing and not timed and not skipped:
-        spent_s = time.monotonic() - started
-        raise MeshwrightError(
-            f" of {effort.budget_s:g} s was over before an operator was timed: the model's trace, "
-            f"links and host took {spent_s:.0f} s ({len(curves) + len(of_host)} timings are kept)",
-            place="profile: budget",
-            legal=f"more than {spent_s:.0f} s",
-            way_out=f"give --budget {10 * math.ceil((spent_s + 60) / 10)}; what is kept is not "
-            "measured again",
-        )
+        raise _too_short(effort.budget_s, time.monotonic() - started, len(curves) + len(of_host))
     if effort.again and device.type == "cpu":
         local_rates(cluster.devices_per_node, again=True)
     return Summary(
@@ -188,6 +180,18 @@ def profile_model(
         collectives=tuple(curves),
         of_host=tuple(of_host),
         seconds=time.monotonic() - started,
+    )
+
+
+def _too_short(budget_s: float, spent_s: float, kept: int) -> MeshwrightError:
+    """The error of a budget that was over before an operator was timed."""
+    return MeshwrightError(
+        f" of {budget_s:g} s was over before an operator was timed: the model's trace, links and "
+        f"host took {spent_s:.0f} s ({kept} timings are kept)",
+        place="profile: budget",
+        legal=f"more than {spent_s:.0f} s",
+        way_out=f"give --budget {10 * math.ceil((spent_s + 60) / 10)}; what is kept is not "
+        "measured again",
     )
 
 

@@ -240,7 +240,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
 
 
 def _parallel(evaluation: Evaluation) -> list[str]:
-    """How activations between tensor-parallel blocks lie."""
+    """Layout of activations between tensor-parallel blocks."""
     sent = [
         entered.assignment.states[value].sharded
         for stage in evaluation.priced
@@ -263,10 +263,9 @@ def _idle_recompute(evaluation: Evaluation) -> list[str]:
         for entered, policy in zip(stage.blocks, stage.stage.policies, strict=True):
             gathers = parts_of(policy)[1]
             freed[policy] = freed.get(policy, 0.0) + entered.repeats(policy) + gathers
+    fused = {"selective": ": attention that is fused keeps no scores"}
     return [
-        f"recompute={policy!r} makes nothing again here: attention that is fused keeps no scores"
-        if policy == "selective"
-        else f"recompute={policy!r} makes nothing again here"
+        f"the policy {policy!r} makes nothing again here{fused.get(policy, '')}"
         for policy, nbytes in freed.items()
         if policy != "none" and not nbytes
     ]

@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     anew = actions.add_parser("convert", help="write a file of bare numbers with their units")
     anew.add_argument("file", help="a .toml file")
     anew.add_argument("-o", "--output", metavar="FILE", help="write it there (else print it)")
-    actions.add_parser("schema", help="print the JSON schema of cluster files, for editors")
+    schema = actions.add_parser("schema", help="print the JSON schema of cluster files")
+    for action in (begin, look, anew, schema):  # where people write it
+        text = "print JSON instead of text"
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 def run(args: argparse.Namespace) -> Answer:

@@ -101,12 +101,12 @@ def _document(args: argparse.Namespace, report: Report, last: str) -> Document:
             parts.append([cost_text(report.cost(**costs) or {})])
         if args.sensitivity:
             parts.append(sensitivity_parts(report.sensitivity()))
-    return Document.of(*parts, [*[last] * bool(last), *_closing(args, report)])
+    return Document.of(*parts, [*_closing(args, report), *[last] * bool(last)])
 
 
 def _closing(args: argparse.Namespace, report: Report) -> list[str]:
-    """What is chosen, whether it fits and how fast it is, and the command that runs it, on lines
-    that a terminal holds and a shell takes."""
+    """The choice, whether it fits and how fast it is, and the command that runs it, on lines that a
+    terminal holds and a shell takes."""
     from meshwright.planner.plan import seconds
 
     s, plan = report.summary, report.plan

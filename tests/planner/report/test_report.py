@@ -88,7 +88,7 @@ def test_the_layout_of_a_pipeline_is_shown() -> None:
     assert f"blocks of stages by device group: {layout_words(own.plan)}\n" in told
     assert f'  Megatron: --pipeline-model-parallel-layout "{notation}"\n' in told
     without = replace(own.report, summary={**summary, "megatron_layout": None})
-    assert "Megatron" not in str(without) and layout_words(own.plan) in str(without)
+    assert "Megatron:" not in str(without) and layout_words(own.plan) in str(without)
     assert "layout" not in searched().report.summary
 
 
