@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +47,21 @@ def _draw(document: Document) -> None:
         if isinstance(part, Table):
             console.print(_drawn(part))
         elif part or not isinstance(last, Table):  # tables have a line below them
-            console.print(_styled(part.rstrip("\n"), HEADINGS | STYLES), soft_wrap=True)
+            text = wrapped(part.rstrip("\n"), console.width)
+            console.print(_styled(text, HEADINGS | STYLES), soft_wrap=True)
         last = part
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines broken between words, what follows indented by two; lines of a command stay whole."""
+    lines = list[str]()
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapper = textwrap.TextWrapper(
+            width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines += [line] if line.endswith("\\") or not line.strip() else wrapper.wrap(line)
+    return "\n".join(lines)
 
 
 def _styled(text: str, styles: dict[str, str]) -> Any:

@@ -169,7 +169,7 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "pp": "pipeline parallelism: so many groups of ranks run parts of the model in turn",
     "cp": "context parallelism: so many ranks share out the tokens of a row",
     "ep": "expert parallelism: so many ranks of the data axis share out the experts",
-    "mesh": "the ranks of a stage by their degrees: dp × cp × tp, with ep where there are experts",
+    "mesh": "a stage's ranks as a product of degrees, dp × cp × tp, with ep for experts within",
     "ZeRO": (
         "what ranks of the data axis divide among them rather than hold each: 0 nothing, 1 the "
         "optimizer's states, 2 gradients too, 3 weights too"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 MARGIN_STEPS = 1000  # parts to which a memory margin is said
 MOST_LETTERS = 3  # layers of a stage that are spelled out
+ALONE = "one device"  # of a stage
 MAX_MEETINGS = 3  # operators in which rows meet that are named
 LEAST_S = 1e-9  # no device does anything in less
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
@@ -75,7 +76,9 @@ def describe(plan: Plan) -> str:
     mesh = " | ".join(meshes[:4]) + (" ..." if len(meshes) > 4 else "")
     groups = len(plan.devices)
     per_group = len(plan.stages) // groups
-    words = [f"pp{groups} × {mesh}" if groups > 1 else mesh]
+    words = [
+        mesh if groups == 1 else f"pp{groups}" if meshes == [ALONE] else f"pp{groups} × {mesh}"
+    ]
     if groups > 1:
         words.append(plan.schedule + f" with {per_group} stages on each" * (per_group > 1))
     spoken = [(d, d.line) for d in DECISIONS.values() if d.line and d not in SHARING]
@@ -135,13 +138,17 @@ def megatron_layout(plan: Plan) -> str | None:
 
 
 def mesh_words(stage: StagePlan) -> str:
-    """dp4×tp2; dp2×cp4(ring)×tp2, and ep where it is used."""
-    words = []
-    for axis in ("dp", "cp", "ep", "tp"):
-        if DECISIONS[axis].always or getattr(stage, axis) > 1:
-            beside = [getattr(stage, d.name) for d in DECISIONS.values() if d.beside == axis]
-            words.append(f"{axis}{getattr(stage, axis)}" + "".join(f"({kind})" for kind in beside))
-    return "×".join(words)
+    """dp4×tp2; dp8 (ep4)×cp4 (ring)×tp2: the factors of a stage's devices, and by each what lies
+    within it, experts where their ranks are complete."""
+    words, ranks, ep = list[str](), 1, stage.ep
+    for axis in ("dp", "cp", "tp"):
+        if (degree := getattr(stage, axis)) > 1:
+            ranks *= degree
+            inside = [getattr(stage, d.name) for d in DECISIONS.values() if d.beside == axis]
+            if ep > 1 and ranks % ep == 0:
+                inside, ep = [*inside, f"ep{ep}"], 1
+            words.append(f"{axis}{degree}" + "".join(f" ({name})" for name in inside))
+    return "×".join(words) or ALONE
 
 
 def _zero_words(plan: Plan) -> str:

@@ -66,7 +66,7 @@ def test_diff_tells_decisions_and_what_they_cost(capsys: Captured) -> None:
         assert printed(capsys, "diff", f"{one}.json", f"{other}.json") == "no difference\n"
 
     plans = printed(capsys, "diff", "a.json", "b.json", code=4)
-    assert "mesh of block.0-1: dp8×tp1 -> dp2×tp2" in plans
+    assert "mesh of block.0-1: dp8 -> dp2×tp2" in plans
     assert "stages: 1 -> 2" in plans and "a plan file has no prices" in plans
 
     data = json.loads(printed(capsys, "diff", "report_a.json", "report_b.json", "--json", code=4))

@@ -13,10 +13,8 @@ from meshwright.selftest import PLANS, SMALL, STEPS, Cell, Selftest, Timed
 from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import Captured, failed, printed
 
-CELL = Cell(ranks=2, precision="fp32", plan="dp2×tp1", error=2e-6)
-TIMED = Timed(
-    plan="dp2×tp1", predicted_s=0.3, measured_s=0.4, predicted_bytes=2e6, measured_bytes=1e6
-)
+CELL = Cell(ranks=2, precision="fp32", plan="dp2", error=2e-6)
+TIMED = Timed(plan="dp2", predicted_s=0.3, measured_s=0.4, predicted_bytes=2e6, measured_bytes=1e6)
 FOUND = Selftest(machine={"torch": "2"}, cells=[CELL], timed=[TIMED], rehearsed=False, seconds=9.0)
 
 

@@ -14,7 +14,7 @@ from meshwright import progress_shown
 from meshwright.cli import main
 from meshwright.shell import progress
 from meshwright.shell.progress import BAR, FIRST_S, Progress, bar
-from meshwright.shell.terminal import show, stdout_is_the_result
+from meshwright.shell.terminal import show, stdout_is_the_result, wrapped
 from tests.helpers.tiny import ROWS, batch, net, planned
 from tests.meshwright.commands import FOUR, Captured, printed, terminal
 
@@ -37,7 +37,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
 def check_tables(out: str, columns: int) -> str:
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", out)
     rules = [line for line in drawn.splitlines() if set(line.strip()) == {RULE}]
-    assert len(rules) >= 2 and all(len(line) <= columns for line in rules)
+    assert len(rules) >= 2 and not [line for line in drawn.splitlines() if len(line) > columns]
     assert "\n\n\n" not in drawn
     return drawn
 
@@ -90,6 +90,11 @@ def test_tables_tracing_and_searching_are_shown_on_terminals_alone(
         assert f"report: {what}" in err and f"report: {what}" not in out
     watched = logging.getLogger("meshwright.progress")
     assert not watched.handlers and watched.propagate and not watched.isEnabledFor(logging.DEBUG)
+
+
+def test_text_is_broken_between_words_and_commands_are_not() -> None:
+    assert wrapped("  - one two three", 11) == "  - one two\n    three"
+    assert wrapped("run --a-long-flag \\\n\nx", 9) == "run --a-long-flag \\\n\nx"
 
 
 def test_records_with_a_share_have_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

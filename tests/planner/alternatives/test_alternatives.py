@@ -293,12 +293,12 @@ def test_sensitivity_names_properties_factors_and_plans() -> None:
     }
     more: list[dict[str, Any]] = [
         {"property": "memory", "factor": 0.5, "plan": None},
-        {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"},
+        {"property": "FLOP/s", "factor": 2.0, "plan": "dp4"},
     ]
     parts = sensitivity_parts([*rows, *more])
     lines = str(Document(tuple(parts))).splitlines()
     assert lines[-2:] == [
-        "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4×tp1",
+        "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4",
     ]  # fmt: skip
     for row, line in zip(rows, lines[1:-2], strict=True):
         assert ("no flip" in line) == (row["factor"] is None)

@@ -48,37 +48,41 @@ def plan(*stages: dict[str, Any], **whole: Any) -> Plan:
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (plan({}), "dp2×tp1, 2 micro-batches of 4 rows"),
-        (plan({}, num_microbatches=1), "dp2×tp1, 1 micro-batch of 8 rows"),
+        (plan({}), "dp2, 2 micro-batches of 4 rows"),
+        (plan({}, num_microbatches=1), "dp2, 1 micro-batch of 8 rows"),
         (plan({}, {"dp": 1, "tp": 2}, schedule="gpipe"),
-         "pp2 × dp2×tp1 | dp1×tp2, gpipe, 2 micro-batches of 4 rows"),
+         "pp2 × dp2 | tp2, gpipe, 2 micro-batches of 4 rows"),
         (plan(*({"dp": n} for n in range(1, 6))),
-         "pp5 × dp1×tp1 | dp2×tp1 | dp3×tp1 | dp4×tp1 ..., 1f1b, 2 micro-batches of 4 rows"),
+         "pp5 × one device | dp2 | dp3 | dp4 ..., 1f1b, 2 micro-batches of 4 rows"),
         (plan({}, {}, {"ranks": (0, 1)}, {"ranks": (2, 3)}, schedule="interleaved_1f1b",
               post_validation=True),
-         "pp2 × dp2×tp1, interleaved_1f1b with 2 stages on each, validated afterwards, "
+         "pp2 × dp2, interleaved_1f1b with 2 stages on each, validated afterwards, "
          "2 micro-batches of 4 rows"),
         (plan({"cp": 2, "ep": 2, "cp_kind": "ring"}),
-         "dp2×cp2(ring)×ep2×tp1, 2 micro-batches of 4 rows"),
+         "dp2 (ep2)×cp2 (ring), 2 micro-batches of 4 rows"),
+        (plan({"dp": 1, "cp": 2, "tp": 2, "ep": 4}),
+         "cp2 (all_gather)×tp2 (ep4), 2 micro-batches of 4 rows"),
+        (plan({"dp": 1}, {"dp": 1}), "pp2, 1f1b, 2 micro-batches of 4 rows"),
+        (plan({"dp": 1}), "one device, 2 micro-batches of 4 rows"),
         (plan({"recompute": "full"}, {"zero": 1, "recompute": "full"}, num_microbatches=8),
-         "pp2 × dp2×tp1, 1f1b, 8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute"),
+         "pp2 × dp2, 1f1b, 8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute"),
         (plan({"zero": 3, "dp_shard": 8, "hpz": 4, "quantized": "weights"}),
-         "dp2×tp1, 2 micro-batches of 4 rows, ZeRO-3 within 8 ranks (secondary shards among 4) "
+         "dp2, 2 micro-batches of 4 rows, ZeRO-3 within 8 ranks (secondary shards among 4) "
          "with quantised weights"),
         (plan({"zero": 3, "quantized": "both"}, {"zero": 2}),
-         "pp2 × dp2×tp1, 1f1b, 2 micro-batches of 4 rows, ZeRO-2/3 with quantised weights and "
+         "pp2 × dp2, 1f1b, 2 micro-batches of 4 rows, ZeRO-2/3 with quantised weights and "
          "gradients"),
         (plan({"recompute": {"full": ("b.0",), "none": ("b.1",)}, "segments": 2}),
-         "dp2×tp1, 2 micro-batches of 4 rows, full recompute of some blocks, segments of 2 "
+         "dp2, 2 micro-batches of 4 rows, full recompute of some blocks, segments of 2 "
          "blocks"),
         (plan({"offload": {"optimizer": 1.0, "weights": 0.62, "nvme": 0.1}}),
-         "dp2×tp1, 2 micro-batches of 4 rows, all optimizer states and 62% of the weights in "
+         "dp2, 2 micro-batches of 4 rows, all optimizer states and 62% of the weights in "
          "host memory, 10% of the states in files on flash instead"),
         (plan({"offload": {"activations": 0.5}}, {"offload": {"activations": 0.25}}),
-         "pp2 × dp2×tp1, 1f1b, 2 micro-batches of 4 rows, activations of 50% of the blocks in "
+         "pp2 × dp2, 1f1b, 2 micro-batches of 4 rows, activations of 50% of the blocks in "
          "host memory"),
         (plan({"offload": {"activations": 1.0, "optimizer": 0.25}}),
-         "dp2×tp1, 2 micro-batches of 4 rows, 25% of the optimizer states and activations of all "
+         "dp2, 2 micro-batches of 4 rows, 25% of the optimizer states and activations of all "
          "blocks in host memory"),
     ],
 )  # fmt: skip
