@@ -34,10 +34,10 @@ from meshwright.costmodel.rules import (
     UserRule,
     divided,
     leaf_of,
+    named_in,
     overload,
     place_of,
     traits_of,
-    words,
 )
 from meshwright.costmodel.rules import registry as rules
 from meshwright.profiles.inputs.limits import checked_booleans
@@ -468,7 +468,8 @@ def rule(
     `operator` is a name, with or without the overload, or the operator. `spec` names the dims of
     every tensor taken and made (its language: `costmodel/rules/language.py`): a factor splits in
     all tensors that have it; one that no result has is summed, or averaged if `mean` lists it;
-    those listed in `whole` are never split. `pinned` operands are added once to a sum (biases),
+    those listed in `whole` are never split, nor is `_`, nor tensors whose terms at the end are left
+    out. `pinned` operands are added once to a sum (biases),
     those of a set in `linear` may be partial together. Forward FLOPs are `flops` times the product
     of all factors but the `uncounted`. `counts` maps integer arguments to the factor that they
     count.
@@ -543,21 +544,8 @@ def _bare(target: str) -> Op:
 def _check_spec(added: UserRule) -> None:
     """Raise RuleError for a spec that fits no call: syntax, names, operand numbers, counts."""
     place = f"rule of {added.target}, {added.spec!r}"
-    if added.spec.count("->") != 1:
-        raise RuleError("", place=place, legal="'operand, operand -> result', with one '->'")
-    left, right = (side.split(",") for side in added.spec.split("->"))
-    named: set[str] = set()
-    for term in (*left, *right):
-        names = [name for word in words(term) for name in word.strip("()").split()]
-        legible = all(re.fullmatch(r"\*?[a-zA-Z]\w*", name) for name in names)
-        if re.sub(r"[\w\s*()]", "", term) or not legible:
-            what, legal = f"{term.strip()!r} is not made of", "names, *names and (a b)"
-            raise RuleError(f"{what} {legal}", place=place, legal=legal)
-        if len(set(names)) != len(names):
-            raise RuleError(
-                f"{term.strip()!r} names a dim twice", place=place, legal="once per tensor"
-            )
-        named |= set(names)
+    named = named_in(added.spec, f"rule of {added.target}")
+    left = added.spec.split("->")[0].split(",")
     stars = {name[1:] for name in named if name.startswith("*")}
     patterns = {name: added.options.get(name, "") for name in ("whole", "mean", "uncounted")}
     for option, listed in patterns.items():

@@ -12,28 +12,20 @@ if TYPE_CHECKING:
         Misfit,
         OpFactors,
         divided,
+        given_factors,
         overload,
         place_of,
         signature_of,
         words,
     )
-    from meshwright.costmodel.rules.leaf import (
-        LEAF,
-        LEAVES,
-        RANDOM_LEAF,
-        Leaf,
-        Work,
-        factors_of_spec,
-        leaf_of,
-        summable,
-    )
+    from meshwright.costmodel.rules.leaf import LEAF, LEAVES, RANDOM_LEAF, Leaf, Work, leaf_of
     from meshwright.costmodel.rules.moe import (
         EXPERT_FACTOR,
         TOKEN_FACTORS,
         copies_of,
         inside_experts,
     )
-    from meshwright.costmodel.rules.registry import RuleError, UserRule, factors_of
+    from meshwright.costmodel.rules.registry import RuleError, UserRule, factors_of, named_in
     from meshwright.costmodel.rules.shuffle import PERMUTATIONS, permutation
     from meshwright.costmodel.rules.traits import (
         IMPLEMENTATIONS,

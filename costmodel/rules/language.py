@@ -21,11 +21,16 @@ name its dims, and
 
     (g i)   is one dim made of two factors; all but one of the sizes must be known
     *x      is any number of dims, x0 the last: aligned at the minor end, so that broadcasting works
+    _       is a dim that stays whole
+
+In a spec that a user gives (`given_factors`: `meshwright.rule` and `meshwright.leaf`) terms at the
+end may be left out: those tensors stay whole.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -233,6 +238,27 @@ def factors(
         shape_arg=options.get("shape_arg"),
         view=options.get("view", False),
     )
+
+
+def given_factors(
+    spec: str, op: Op, operands: Metas, results: Metas, **options: Unpack[SpecOptions]
+) -> OpFactors:
+    """The factors of a call by a user's spec: `_` and tensors without a term stay whole. Raises
+    Misfit as `factors`."""
+    inputs, outputs = (side.split(",") if side.strip() else [] for side in spec.split("->"))
+    numbers = itertools.count()
+
+    def filled(terms: Sequence[str], metas: Metas) -> str:
+        missing = (" ".join("_" * len(meta.shape)) for meta in metas[len(terms) :])
+        both = ", ".join((*terms, *missing))
+        return re.sub(r"(?<!\w)_(?!\w)", lambda _: f"_{next(numbers)}", both)
+
+    named = f"{filled(inputs, operands)} -> {filled(outputs, results)}"
+    options["whole"] = f"{options.get('whole', '')} {_UNNAMED}"
+    return factors(named, op, operands, results, **options)
+
+
+_UNNAMED = r"_\d+"  # names of dims that a spec gives none
 
 
 def spec_of(before: Iterable[Sequence[str]], after: Iterable[Sequence[str]]) -> str:

@@ -25,8 +25,9 @@ from meshwright.costmodel.rules.language import (
     Rule,
     SpecOptions,
     ein,
-    factors,
+    given_factors,
     replicated,
+    words,
 )
 from meshwright.costmodel.rules.traits import LOSS_IN_PARTS, draws
 from meshwright.profiles.inputs import MeshwrightError
@@ -354,7 +355,7 @@ class UserRule:
     def rule(self, op: Op, operands: Metas, results: Metas) -> OpFactors:
         """The factors of a call; RuleError where the rule does not fit it."""
         try:
-            bound = factors(self.spec, op, operands, results, **self.options)
+            bound = given_factors(self.spec, op, operands, results, **self.options)
         except Misfit as error:
             shapes = ", ".join(str(list(meta.shape)) for meta in operands)
             gives = ", ".join(str(list(meta.shape)) for meta in results)
@@ -377,6 +378,29 @@ class UserRule:
 
 
 GIVEN: dict[str, UserRule] = {}
+
+
+def named_in(spec: str, place: str) -> set[str]:
+    """The names in a user's spec, those of any number of dims with their star. Raises RuleError for
+    what is no spec."""
+    if spec.count("->") != 1:
+        raise RuleError(
+            f" is {spec!r}",
+            place=place,
+            legal="terms for what it takes, one '->', terms for what it gives: 'b _ d, d -> b _ d'",
+        )
+    named: set[str] = set()
+    for term in spec.replace("->", ",").split(","):
+        names = [name for word in words(term) for name in word.strip("()").split() if name != "_"]
+        legible = all(re.fullmatch(r"\*?[a-zA-Z]\w*", name) for name in names)
+        if re.sub(r"[\w\s*()]", "", term) or not legible:
+            what, legal = f"{term.strip()!r} is not made of", "names, _, *names and (a b)"
+            raise RuleError(f"{what} {legal}", place=f"{place}, {spec!r}", legal=legal)
+        if len(set(names)) != len(names):
+            what, legal = f"{term.strip()!r} names a dim twice", "once per tensor"
+            raise RuleError(what, place=f"{place}, {spec!r}", legal=legal)
+        named |= set(names)
+    return named
 
 
 def given_for(target: str) -> UserRule | None:

@@ -29,7 +29,7 @@ from meshwright.costmodel.rules import (
     Misfit,
     OpFactors,
     Work,
-    factors_of_spec,
+    given_factors,
 )
 from meshwright.planner.errors import Untraceable, enclosing_modules
 from meshwright.planner.operators import Applied, Operand, Program, UnseenWrite, state_of, to_meta
@@ -327,7 +327,6 @@ class LeafRecorder:
             name=subject.name,
             number=sum(leaf.name == subject.name for leaf in self.leaves),
             rule=declaration.rule,
-            sums=declaration.sums,
             gradients=flows,
             work=self._declared_work(probe.work, declaration, likes),
             program=program,
@@ -441,7 +440,7 @@ def check_rule(leaf: Leaf, operands: Likes, results: Likes, *, runs: bool, rando
                 legal=f"{len(tensors)} terms",
             )
     try:
-        factors = factors_of_spec(leaf.rule, leaf.sums, op, *sides)
+        factors = given_factors(leaf.rule, op, *sides)
     except Misfit as error:
         raise LeafError(
             f"rule {leaf.rule!r} does not fit: {error}",
@@ -640,7 +639,7 @@ def _faults(
         if not all(x.isfinite().any() for x in floating if x.numel()):
             return "it makes nothing finite of random numbers"
         sides = [list(map(user_rules.meta_of, xs)) for xs in (trial.operands, outputs)]
-        local = factors_of_spec(leaf.rule, leaf.sums, op, *sides)
+        local = given_factors(leaf.rule, op, *sides)
         trial = replace(trial, tolerance=max(trial.tolerance, coarsest.tolerance))
         return user_rules.faults(trial, local)
 
@@ -676,7 +675,7 @@ def _wrong(leaf: Leaf, wrong: Sequence[user_rules.Fault]) -> str:
     return (
         f"leaf {leaf.name}: rule {leaf.rule!r} does not hold: run in two parts, forward and "
         f"backward, and put together, {listed}{legend}. Ways out: write _ for the dims of a letter "
-        "along which the forward mixes; leave out of the results, and list in sums=, a letter "
-        "whose parts are to be added up; what every part would add in full (a bias) belongs "
+        "along which the forward mixes, or that its parts can't be added up over (a letter that no "
+        "result has); what every part would add in full (a bias) belongs "
         "outside of the leaf"
     )

@@ -15,13 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshwright.costmodel.rules import summable
+from meshwright.costmodel.rules import named_in
 from meshwright.profiles.inputs import MeshwrightError
 
 ATTRIBUTE = "_meshwright_leaf"
 Amount = float | Callable[..., float]
-
-RULES = "terms for what it takes, '->', terms for what it gives, e.g. 'b _ d, d -> b _ d'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,6 @@ class Declaration:
     """The arguments of `leaf`, which has their meaning."""
 
     rule: str = ""
-    sums: str = ""
     flops: Amount | None = None
     saved_bytes: Amount | None = None
     result: Callable[..., Any] | None = None
@@ -50,7 +47,6 @@ def leaf(
     target: Any = None,
     *,
     rule: str = "",
-    sums: str = "",
     flops: Amount | None = None,
     saved_bytes: Amount | None = None,
     result: Callable[..., Any] | None = None,
@@ -61,13 +57,13 @@ def leaf(
     parts of its tensors. For scans, custom kernels, and whatever branches on values. Returns
     `target` (a function: wrapped), and can be used as a decorator.
 
-    `rule` says which dims may be split: one term for every tensor it takes (arguments in order of
-    the call, then its parameters, then its buffers) and for every tensor it gives, as
-    "b _ d, d n -> b _ d". A letter is a dim that may be split wherever it stands; `_` is one that
-    may not (a scan's sequence); "*d -> *d" is pointwise. Terms at the end may be left out: those
-    tensors stay whole. A letter that no result has is split only if `sums` lists it, and then a
-    part's result must be a part of the sum ("b h, o h -> b o" with sums="h"). Without a rule it
-    runs in full on every rank. The forward must take sizes from its tensors, not from attributes.
+    `rule` says which dims may be split, in the language of `meshwright.rule`: one term for every
+    tensor it takes (arguments in order of the call, then its parameters, then its buffers) and for
+    every tensor it gives, as "b _ d, d n -> b _ n". A letter is a dim that may be split wherever it
+    stands, and over which the results of parts are added up where none of them has it; `_` is one
+    that may not (a scan's sequence); "*d -> *d" is pointwise. Terms at the end may be left out:
+    those tensors stay whole. Without a rule it runs in full on every rank. The forward must take
+    sizes from its tensors, not from attributes.
 
     The rule is tried when the model is traced: the forward and its backward run on small random
     tensors on the CPU, whole and in two parts per letter, and the parts must make up the whole; a
@@ -84,23 +80,11 @@ def leaf(
 
     A forward whose `result` is declared must not write to buffers.
 
-    Raises ValueError for what is none of these, a rule without "->", or `sums` of other letters
-    than those that no result has.
+    Raises ValueError for what is none of these, and RuleError for a rule that is no spec.
     """
-    if rule and rule.count("->") != 1:
-        raise MeshwrightError.refused("leaf: rule", rule, legal=RULES)
-    legal = summable(rule) if rule else set()
-    if wrong := sorted(set(sums.split()) - legal):
-        raise MeshwrightError(
-            f"={sums!r}: {', '.join(map(repr, wrong))} can't be summed",
-            place="leaf: sums",
-            legal=(
-                f"letters of the rule that no result has, here {', '.join(sorted(legal)) or 'none'}"
-            ),
-        )
-    declaration = Declaration(
-        rule=rule, sums=sums, flops=flops, saved_bytes=saved_bytes, result=result
-    )
+    if rule:
+        named_in(rule, "leaf: rule")
+    declaration = Declaration(rule=rule, flops=flops, saved_bytes=saved_bytes, result=result)
     if target is None:
         return functools.partial(_declare, declaration=declaration)
     return _declare(target, declaration)

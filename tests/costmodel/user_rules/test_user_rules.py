@@ -135,7 +135,7 @@ def test_rule_that_can_not_be_tried_is_used_and_noted() -> None:
 @pytest.mark.parametrize(
     ("operator", "spec", "options", "message"),
     [
-        ("meshwright_test::project", "b s h h o", {}, "with one '->'"),
+        ("meshwright_test::project", "b s h h o", {}, "one '->', terms for what it gives"),
         ("meshwright_test::project", "b s h, h o -> b s b", {}, "names a dim twice"),
         ("meshwright_test::project", "b [s] h, h o -> b s o", {}, "is not made of names"),
         ("meshwright_test::project", GOOD, {"whole": "q"}, "whole='q' is no factor; legal: b, h"),

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from meshwright import leaf
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import RuleError
 from meshwright.costmodel.rules.leaf import LEAF, LEAVES, RANDOM_LEAF, leaf_of
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import P, R, strategies
@@ -77,12 +78,10 @@ def test_a_rule_says_what_splits() -> None:
     assert batched == [True, True, True, False]
 
 
-def test_letters_that_no_result_has_stay_whole_unless_summed() -> None:
-    def built(**said: Any) -> Graph:
-        product = leaf(lambda x, w: x @ w.T, rule="b i, o i -> b o", **said)
-        return traced(lambda self, x: product(self.l(x), self.l.weight).sum())
-
-    for graph, names in ((built(), ["o"]), (built(sums="i"), ["i", "o"])):
+def test_letters_that_no_result_has_are_summed_and_unnamed_dims_stay_whole() -> None:
+    for said, names in (("b i, o i -> b o", ["i", "o"]), ("b _, o _ -> b o", ["o"])):
+        product = leaf(lambda x, w: x @ w.T, rule=said)
+        graph = traced(lambda self, x, call=product: call(self.l(x), self.l.weight).sum())
         table = analyse(graph)
         splits = strategies(graph, table, leaves_in(graph)[0], 2)
         assert sorted(s.name for s in splits if s.name != "replicate") == names
@@ -112,8 +111,8 @@ def test_a_rule_without_an_arrow_or_for_a_method_is_refused() -> None:
         leaf(nn.Linear, rule="b d")
     with pytest.raises(ValueError, match="is a method"):
         leaf(nn.Linear(2, 2).forward)
-    with pytest.raises(ValueError, match=r"'q' can't be summed; legal: .* here i"):
-        leaf(nn.Linear, rule="b i, o i -> b o", sums="q")
+    with pytest.raises(RuleError, match="'b b' names a dim twice"):
+        leaf(nn.Linear, rule="b b -> b")
     with pytest.raises(ValueError, match="legal: a module"):
         leaf(3)
     with pytest.raises(ValueError, match="the whole model"):
@@ -413,7 +412,7 @@ def _of_weights(target: Any) -> Graph:
             r"'d': result 0 is off",
         ),
         (
-            lambda: _of_weights(leaf(projected, rule="b i, o i, o -> b o", sums="i")),
+            lambda: _of_weights(leaf(projected, rule="b i, o i, o -> b o")),
             r"together, 'i': result 0 is off by up to .*\(a bias\) belongs outside",
         ),
         (
@@ -557,7 +556,7 @@ def test_kernels_that_fake_tensors_can_not_run_are_tried() -> None:
 
 
 def test_regions_of_autocast_are_tried() -> None:
-    said = leaf(lambda x, w: x @ w, rule="b s i, i o -> b s o", sums="i")
+    said = leaf(lambda x, w: x @ w, rule="b s i, i o -> b s o")
 
     def forward(self: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
