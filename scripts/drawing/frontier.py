@@ -1,0 +1,67 @@
+"""The frontier of a search: the best step for each amount of memory."""
+
+from __future__ import annotations
+
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharding import analyse
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import describe
+from meshwright.planner.search import Search
+from meshwright.planner.tracing import trace
+from meshwright.profiles.cluster import Cluster
+from scripts.drawing.svg import Axis, Picture, frame
+from scripts.planning.cases import gpt
+
+GIB = 2**30
+ROOMS = (76, 64, 48, 40, 32, 24, 20, 16, 14, 12, 10, 9, 8)  # GiB of a device
+ROWS = 64
+# the first words by which a plan is told apart -> the colour of its point
+KINDS = {"ZeRO-1": "#0072b2", "ZeRO-2": "#009e73", "ZeRO-3": "#d55e00", "": "#cc79a7"}
+
+
+def best_plans() -> list[tuple[float, float, str]]:
+    """GiB that a device may fill, seconds and words of the best plan of a GPT of 2.7 B parameters
+    in one stage on 8 A100."""
+    model = gpt(32, 2560, 32, 50304, 2048)
+    graph = trace(model.module, model.batch, precision="bf16")
+    table = analyse(graph)
+    problem = Problem(
+        graph=cut_blocks(graph, table),
+        factors=table,
+        cluster=Cluster.from_catalog("a100-80gb", num_nodes=1),
+        precision="bf16",
+        optimizer="adamw_fused",
+    )
+    overrides = Overrides(pp=1, forbid=("offload",))
+    whole, programs, best = problem.cluster.device.memory_bytes / GIB, None, []
+    for room in ROOMS:
+        search = Search(
+            problem, ROWS, overrides, memory_margin=1 - room / whole, programs=programs
+        )
+        programs, chosen = search.programs, search.run().best
+        best.append((room, chosen.step_time_s, describe(chosen.plan)))
+    return best
+
+
+def frontier() -> str:
+    """The plans as points, seconds over GiB."""
+    plans = best_plans()
+    title = "Step of the best plan by the memory that it may fill: GPT of 2.7 B on 8 A100"
+    picture = Picture(640, 380, title)
+    picture.text(12, 20, title)
+    rooms = [(gib, f"{gib} GiB") for gib in (8, 12, 16, 24, 32, 48, 76)]
+    x = Axis(low=7.5, high=82, start=62, end=620, ticks=rooms, logarithmic=True)
+    y = Axis(low=1.6, high=4.0, start=330, end=58, ticks=[(s, f"{s:g} s") for s in (2, 2.5, 3, 3.5)])
+    frame(picture, x, y, ("memory of a device", "seconds a step"))
+    steps = [(x(room), y(seconds)) for room, seconds, _ in plans]
+    corners = [p for a, b in zip(steps, steps[1:], strict=False) for p in (a, (a[0], b[1]))]
+    picture.path([*corners, steps[-1]], class_="line", stroke_dasharray="4 3")
+    for (room, seconds, words), (a, b) in zip(plans, steps, strict=True):
+        kind = next(name for name in KINDS if name in words)
+        picture.dot(a, b, f"{room} GiB: {words}, {seconds:.2f} s", fill=KINDS[kind])
+    shown = {name or "tensor parallel alone": colour for name, colour in KINDS.items()}
+    for k, (name, colour) in enumerate(shown.items()):
+        picture.dot(470, 80 + 18 * k, name, fill=colour)
+        picture.text(480, 84 + 18 * k, name)
+    return picture.svg()
