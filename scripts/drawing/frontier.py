@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import analyse
 from meshwright.planner.blocks import cut_blocks
@@ -36,9 +38,7 @@ def best_plans() -> list[tuple[float, float, str]]:
     overrides = Overrides(pp=1, forbid=("offload",))
     whole, programs, best = problem.cluster.device.memory_bytes / GIB, None, []
     for room in ROOMS:
-        search = Search(
-            problem, ROWS, overrides, memory_margin=1 - room / whole, programs=programs
-        )
+        search = Search(problem, ROWS, overrides, memory_margin=1 - room / whole, programs=programs)
         programs, chosen = search.programs, search.run().best
         best.append((room, chosen.step_time_s, describe(chosen.plan)))
     return best
@@ -52,10 +52,11 @@ def frontier() -> str:
     picture.text(12, 20, title)
     rooms = [(gib, f"{gib} GiB") for gib in (8, 12, 16, 24, 32, 48, 76)]
     x = Axis(low=7.5, high=82, start=62, end=620, ticks=rooms, logarithmic=True)
-    y = Axis(low=1.6, high=4.0, start=330, end=58, ticks=[(s, f"{s:g} s") for s in (2, 2.5, 3, 3.5)])
+    times = [(seconds, f"{seconds:g} s") for seconds in (2, 2.5, 3, 3.5)]
+    y = Axis(low=1.6, high=4.0, start=330, end=58, ticks=times)
     frame(picture, x, y, ("memory of a device", "seconds a step"))
     steps = [(x(room), y(seconds)) for room, seconds, _ in plans]
-    corners = [p for a, b in zip(steps, steps[1:], strict=False) for p in (a, (a[0], b[1]))]
+    corners = [p for a, b in pairwise(steps) for p in (a, (a[0], b[1]))]
     picture.path([*corners, steps[-1]], class_="line", stroke_dasharray="4 3")
     for (room, seconds, words), (a, b) in zip(plans, steps, strict=True):
         kind = next(name for name in KINDS if name in words)

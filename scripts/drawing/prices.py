@@ -38,7 +38,8 @@ def all_reduce() -> str:
             points = [(n, route.seconds(n)) for n in BYTES]
             curve(picture, x, y, points, stroke=COLOURS[ALGORITHMS.index(name)])
         cheapest = [(n, collective_time("all_reduce", n, group, cluster)) for n in BYTES]
-        curve(picture, x, y, cheapest, stroke="#888", stroke_dasharray="2 5", stroke_linecap="round")
+        dotted = {"stroke_dasharray": "2 5", "stroke_linecap": "round"}
+        curve(picture, x, y, cheapest, stroke="#888", **dotted)
         colours = {name: COLOURS[ALGORITHMS.index(name)] for name in named}
         legend(picture, left + 12, 66, {**colours, "the price": "#888"})
     return picture.svg()
@@ -74,7 +75,9 @@ def _rates(name: str) -> Iterator[tuple[float, float]]:
 
 def states() -> str:
     """Bytes of a rank's weights, gradients and optimizer states by ZeRO stage."""
-    title = f"States of {PARAMETERS / 1e9:g} B parameters in bf16 with AdamW on each of {RANKS} ranks"
+    title = (
+        f"States of {PARAMETERS / 1e9:g} B parameters in bf16 with AdamW on each of {RANKS} ranks"
+    )
     picture = Picture(700, 190, title)
     picture.text(12, 20, title)
     ticks = [(gib * GIB, f"{gib} GiB") for gib in (0, 30, 60, 90, 120)]

@@ -37,9 +37,7 @@ def systems(family: str) -> list[System]:
     if not rows or len(rows[0]) != len(COLUMNS) or tuple(rows[0][:4]) != COLUMNS[:4]:
         raise ValueError(f"docs/systems/{family}.md: its first table has columns {COLUMNS}")
     names = rows[0]
-    return [
-        System(family=family, cells=dict(zip(names, row, strict=True))) for row in rows[2:]
-    ]
+    return [System(family=family, cells=dict(zip(names, row, strict=True))) for row in rows[2:]]
 
 
 def _rows(text: str) -> Iterator[list[str]]:
@@ -55,14 +53,13 @@ def with_table(index: str) -> str:
     """The index with the rows of all pages."""
     before, _, rest = index.partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = [
-        "| system | paper | here | as | volume · memory · bubble |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| system | paper | here | as | volume · memory · bubble |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         for system in systems(family):
             cells = system.cells
             costs = " · ".join(cells.get(name) or "–" for name in COLUMNS[4:])
             linked = f"[{system.name}]({family}.md)"
-            lines.append(f"| {linked} | {cells['paper']} | {system.here} | {cells['as']} | {costs} |")
+            lines.append(
+                f"| {linked} | {cells['paper']} | {system.here} | {cells['as']} | {costs} |"
+            )
     return "\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{after}"])

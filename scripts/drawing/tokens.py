@@ -32,7 +32,9 @@ def causal() -> str:
         for row, rank in enumerate(of):
             y = 36 + row * CELL
             picture.box(left, y, (row + 1) * CELL - 1, CELL - 1, fill=COLOURS[rank])
-            picture.box(left + (row + 1) * CELL, y, side - (row + 1) * CELL, CELL - 1, class_="idle")
+            picture.box(
+                left + (row + 1) * CELL, y, side - (row + 1) * CELL, CELL - 1, class_="idle"
+            )
         for rank, blocks in enumerate(scores(of)):
             y = 36 + 22 * rank
             picture.box(left + side + 10, y, 12, 12, fill=COLOURS[rank])

@@ -3,9 +3,7 @@
 import re
 from collections.abc import Mapping
 
-NAMES = {r"\Psi": "Psi"}  # other symbols are a letter, maybe with a small one: `\Psi_e`
-TOKENS = re.compile(r"\\[A-Za-z]+(?:_\w)?|[A-Za-z](?:_\w)?|\d+(?:\.\d+)?|[-+/()]")
-OPERAND = re.compile(r"[\w.)]+$"), re.compile(r"[\w(]")
+TOKENS = re.compile(r"\\[A-Za-z]+(?:_\w)?|[A-Za-z](?:_\w)?|\d+(?:\.\d+)?|[-+/()^]")
 
 
 def formulas(cell: str) -> list[str]:
@@ -14,16 +12,18 @@ def formulas(cell: str) -> list[str]:
 
 
 def value(formula: str, symbols: Mapping[str, float]) -> float:
-    """A formula's value: neighbours are multiplied, / goes from left to right. Raises ValueError
-    for anything but symbols, numbers, + - / and brackets."""
+    """A formula's value: neighbours are multiplied, / goes from left to right. Symbols are letters,
+    maybe with a small one, or `\\Psi`. Raises ValueError for anything but these, numbers, + - / ^
+    and brackets."""
     tokens = TOKENS.findall(formula)
     if "".join(tokens) != formula.replace(" ", ""):
         raise ValueError(f"formula {formula!r}: {formula.replace(' ', '')} has more than {tokens}")
     written, before = "", ""
     for token in tokens:
-        if before and (before == ")" or before[0] not in "+-/(") and token[0] not in "+-/)":
+        if before and before not in tuple("+-/(^") and token not in tuple("+-/)^"):
             written += "*"
-        written += token if not _is_symbol(token) else repr(float(symbols[token.lstrip("\\")]))
+        number = repr(float(symbols[token.lstrip("\\")])) if _is_symbol(token) else token
+        written += number.replace("^", "**")
         before = token
     return float(eval(written, {"__builtins__": {}}))
 
