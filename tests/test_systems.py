@@ -232,16 +232,33 @@ def pipelined(
     copies = of.record.pipelines(of.num_stages)
     edges = dict.fromkeys((edge for copy in copies for edge in pairwise(copy)), 0.0)
     streams = build_schedule(of, edges)
-    symbols = {"p": p, "v": each, "m": m, "F": f, "I": i, "W": w, "B": i + w, "A": 1.0}
+    ideal_s = m * each / of.record.copies * (f + i + w)
+    seconds = {"F": f, "I": i, "W": w, "B": i + w, "T_0": ideal_s}
+    symbols = {"p": p, "v": each, "m": m, "A": 1.0, **seconds}
     if column == "volume":
         return symbols, [float(sum(one.action in SENDS for one in streams[1]))]
     if column == "memory":
         most = max(sum(x.active) + sum(x.put_off) for held in moments(of) for x in held)
         return symbols, [most * of.record.copies / each]
     step = simulate(streams, [times(f, i + w, weight=w)] * of.num_stages, edges)
+    if column == "seconds":
+        return {**symbols, "K": m / p}, [step.pipeline_s - ideal_s, step.period_s - ideal_s]
     took_s = step.period_s if of.record.staggered else step.pipeline_s
-    ideal_s = m * each / of.record.copies * (f + i + w)
     return symbols, [(took_s - ideal_s) / ideal_s]
+
+
+BUBBLES = (FOLDER.parent / "decides" / "schedules.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (`.*`) \| (.*?) \|.*\|$", BUBBLES, re.MULTILINE)
+WRITTEN = {name: cell for names, cell in ROWS for name in re.findall(r"`(\w+)`", names)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubbles_are_those_of_the_simulation(name: str) -> None:
+    own = EVEN if name in ("zb_v", "dualpipe_v", "dualpipe") else GENERAL
+    symbols, (common, validated) = pipelined(name, "seconds", own)
+    found = [value(formula, symbols) for formula in formulas(WRITTEN[name])]
+    wanted = [common, validated] if SCHEDULES[name].staggered else [common]
+    assert found == pytest.approx(wanted[-len(found) :]) and found
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -296,6 +313,9 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     "ZeRO-Offload": {
         "volume": partial(sent, 1, zero=2, offload={"optimizer": 1.0}),
         "memory": partial(states, 2, host=1.0, sent=1.0),
+    },
+    "ZeRO-R, activations": {
+        "volume": partial(layer, "llama tp2 1f1b m2 sequence full", "model.layers.1"),
     },
     "Optimizer in the backward (LOMO)": {
         "volume": partial(sent, 1, stepping="in_backward"), "memory": stepped_in_the_backward,
@@ -423,5 +443,6 @@ def test_formulas_are_read_as_written() -> None:
     assert value("2(n-1)S/n", symbols) == 4.5
     assert value("(2+12/n)\\Psi_e", symbols) == 25.0
     assert value("(n/p-1)S^p", symbols) == 9.0
+    assert value(r"2\max(n, p+S)", symbols) == 10.0
     with pytest.raises(ValueError, match="more than"):
-        value("max(n, p)", symbols)
+        value("n = p", symbols)

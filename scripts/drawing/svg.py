@@ -49,8 +49,9 @@ class Picture:
 
     def svg(self) -> str:
         """The file's text."""
-        size = f"{_px(self.width)} {_px(self.height)}"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-size="12"'
+        width, height = _px(self.width), _px(self.height)
+        size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-size="12"'
         title = f' role="img"><title>{escape(self.title)}</title><style>{_STYLE}</style>'
         ground = '<rect class="bg" width="100%" height="100%" rx="6"/>'
         return "\n".join([head + title, ground, *self.marks, "</svg>\n"])
