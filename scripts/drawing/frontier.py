@@ -8,7 +8,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import analyse
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import describe
+from meshwright.planner.plan import Plan
 from meshwright.planner.search import Search
 from meshwright.planner.tracing import trace
 from meshwright.profiles.cluster import Cluster
@@ -18,13 +18,12 @@ from scripts.planning.cases import gpt
 GIB = 2**30
 ROOMS = (76, 64, 48, 40, 32, 24, 20, 16, 14, 12, 10, 9, 8)  # GiB of a device
 ROWS = 64
-# the first words by which a plan is told apart -> the colour of its point
-KINDS = {"ZeRO-1": "#0072b2", "ZeRO-2": "#009e73", "ZeRO-3": "#d55e00", "": "#cc79a7"}
+COLOURS = ("#cc79a7", "#0072b2", "#009e73", "#d55e00")  # by ZeRO stage
 
 
-def best_plans() -> list[tuple[float, float, str]]:
-    """GiB that a device may fill, seconds and words of the best plan of a GPT of 2.7 B parameters
-    in one stage on 8 A100."""
+def best_plans() -> list[tuple[float, float, Plan]]:
+    """GiB that a device may fill, seconds of the best plan, and that plan: of a GPT of 2.7 B
+    parameters, in one stage, on 8 A100."""
     model = gpt(32, 2560, 32, 50304, 2048)
     graph = trace(model.module, model.batch, precision="bf16")
     table = analyse(graph)
@@ -40,7 +39,7 @@ def best_plans() -> list[tuple[float, float, str]]:
     for room in ROOMS:
         search = Search(problem, ROWS, overrides, memory_margin=1 - room / whole, programs=programs)
         programs, chosen = search.programs, search.run().best
-        best.append((room, chosen.step_time_s, describe(chosen.plan)))
+        best.append((room, chosen.step_time_s, chosen.plan))
     return best
 
 
@@ -58,11 +57,14 @@ def frontier() -> str:
     steps = [(x(room), y(seconds)) for room, seconds, _ in plans]
     corners = [p for a, b in pairwise(steps) for p in (a, (a[0], b[1]))]
     picture.path([*corners, steps[-1]], class_="line", stroke_dasharray="4 3")
-    for (room, seconds, words), (a, b) in zip(plans, steps, strict=True):
-        kind = next(name for name in KINDS if name in words)
-        picture.dot(a, b, f"{room} GiB: {words}, {seconds:.2f} s", fill=KINDS[kind])
-    shown = {name or "tensor parallel alone": colour for name, colour in KINDS.items()}
-    for k, (name, colour) in enumerate(shown.items()):
-        picture.dot(470, 80 + 18 * k, name, fill=colour)
-        picture.text(480, 84 + 18 * k, name)
+    for (room, seconds, plan), (a, b) in zip(plans, steps, strict=True):
+        (stage,) = plan.stages
+        mesh = f"dp {stage.dp}, tp {stage.tp}, ZeRO-{stage.zero}"
+        words = f"{room} GiB, {seconds:.2f} s: {mesh}, {plan.num_microbatches} micro-batches"
+        picture.dot(a, b, words, fill=COLOURS[stage.zero])
+        if stage.tp > 1:
+            picture.text(a + 7, b - 6, f"tp {stage.tp}", font_size=10)
+    for k, colour in enumerate(COLOURS):
+        picture.dot(470, 80 + 18 * k, f"ZeRO-{k}", fill=colour)
+        picture.text(480, 84 + 18 * k, f"ZeRO-{k}")
     return picture.svg()
