@@ -35,7 +35,8 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "products": prices.products,
     "states": prices.states,
     "causal": partial(_of_models, "tokens", "causal"),
-    "frontier": partial(_of_models, "frontier", "frontier"),
+    "frontier": partial(_of_models, "searches", "frontier"),
+    "peaks": partial(_of_models, "searches", "peaks"),
 }
 
 

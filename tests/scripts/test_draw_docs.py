@@ -11,7 +11,7 @@ from scripts.drawing.tokens import owners, scores
 from tests.helpers.tiers import tiered
 
 MOST_BYTES = 60_000
-SEARCHES = {"frontier"}
+SEARCHES = {"frontier", "peaks"}
 REASON = "a dozen searches of one model; the search has its own tests"
 
 
