@@ -12,7 +12,7 @@ from tests.helpers.launching import ROOT, free_port, launch
 from tests.helpers.tiers import second_tier
 
 EXAMPLES = ROOT / "examples"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FOLDERS = "profiles|costmodel|planner|executor|meshwright|tests|scripts|docs|examples"
 
 

@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device, without its launch; formulas: docs/price.md.
+"""Seconds of one kernel on one device, without its launch; formulas: docs/decides/price.md.
 
 `filling` is tile and wave quantisation: an output of m × n is cut into tiles of the kernel, whole
 ones only (NVIDIA, "Matrix Multiplication Background User's Guide"), and the tiles run in waves of

@@ -1,4 +1,4 @@
-"""Model states by precision and ZeRO stage (table: docs/price.md), and communication buffers.
+"""Model states by precision and ZeRO stage, and communication buffers (docs/decides/memory.md).
 
 ZeRO-1 divides also the gradient shard handed to the optimizer; of ZeRO-3 only the optimizer's shard
 stays.

@@ -22,7 +22,7 @@ and what it writes, is waited for, at the rank's part of the flash's bandwidths.
 
 Activations that block k sends go beside the next block's forward f, and come back beside its
 backward b, with c seconds of copies each way: a forward waits added(f[k+1], c[k]), a backward
-added(b[k+1], c[k]), added as in docs/price.md; nothing lies beside the last block's.
+added(b[k+1], c[k]), added as in docs/decides/price.md; nothing lies beside the last block's.
 
 A micro-batch in flight holds on the device what is not sent, and one at a time what two neighbours
 have on its way. In a search whose blocks are not known yet, all blocks are alike.

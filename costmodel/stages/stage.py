@@ -1,6 +1,6 @@
 """Costs of a stage on one rank, from the sums over its blocks (`sums.py`).
 
-Formulas: docs/price.md. Device and host share a pass: the longer of both where they differ, 9 %
+Formulas: docs/decides/price.md. Device and host share a pass: the longer where they differ, 9 %
 more where they are equal (as near to vTrain's single-node rows as 19 %, and nearer to steps in fp8
 under Transformer Engine, whose host's work is most of a pass); a CPU does one after the other.
 Both last as long as on the slowest node (`costmodel/intervals.py`). Communication beside compute

@@ -1,4 +1,4 @@
-"""The outer search: every decision together, best first, with a bound (docs/search.md).
+"""The outer search: every decision together, best first, with a bound (docs/decides/search.md).
 
 The gap is the ratio of the chosen step and a lower bound on every plan's, from the least seconds of
 blocks: of the price itself, also where the objective prefers a simpler plan within a tie. A closer

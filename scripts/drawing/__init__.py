@@ -1,0 +1,1 @@
+"""Pictures of the documents, drawn from what the product computes."""
