@@ -4,8 +4,9 @@ the diff read them."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import MappingProxyType
@@ -63,7 +64,7 @@ class Decision:
     beside: str = ""
     of_devices: bool = False
     forbidden: bool = False
-    named: tuple[tuple[str, Any], ...] = ()
+    named: Callable[[], Iterable[tuple[str, Any]]] = tuple
     allowed: Literal["", "numbers", "steps"] = ""
     of_train_step: bool = False
     shared: Callable[[Sharing, int], Any] | None = None
@@ -228,7 +229,7 @@ _TABLE = (
     Decision("num_microbatches", "micro-batches per step", acts="plan"),
     Decision(
         "schedule", "pipeline schedule", legal=SCHEDULES.keys(), off=None, acts="plan",
-        named=tuple((name, name) for name in SCHEDULES),
+        named=lambda: ((name, name) for name in SCHEDULES),
     ),
     Decision(
         "placement", "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
@@ -236,7 +237,7 @@ _TABLE = (
     ),
     Decision(
         "zero", "ZeRO stage", legal=ZERO, off=0, written="stage", always=True, forbidden=True,
-        named=tuple((f"zero-{stage}", stage) for stage in ZERO if stage),
+        named=lambda: ((f"zero-{stage}", stage) for stage in ZERO if stage),
         shared=lambda sharing, holders: sharing.zero, column="ZeRO",
         line=lambda stages: f"ZeRO-{'/'.join(map(str, sorted({*stages})))}",
     ),
@@ -262,7 +263,8 @@ _TABLE = (
     ),
     Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
-        forbidden=True, named=tuple((policy, policy) for policy in RECOMPUTE if policy != "none"),
+        forbidden=True, 
+        named=lambda: ((policy, policy) for policy in RECOMPUTE if policy != "none"),
         column="recompute", line=_recompute_line,
     ),
     Decision(
@@ -310,14 +312,26 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
 def _forbidden(d: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
     if d.forbidden:
         yield d.name, (d.name, (d.off,) if d.accepts(d.off) else ())
-    for name, value in d.named:
+    for name, value in d.named():
         yield name, (d.name, tuple(other for other in d.legal if other != value))
 
 
-# a name that may be forbidden -> the decision it is of, and the values that are left
-_FORBIDS = dict(pair for d in _TABLE for pair in _forbidden(d))
-FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(_FORBIDS)
-FORBIDDABLE = (*FORBIDS, "unequal_meshes")
+def forbids(name: str) -> tuple[str, tuple[Any, ...]]:
+    """The decision that a forbidden name is of, and the values that are left; nothing for others'
+    names."""
+    return _forbids(tuple(SCHEDULES)).get(name, ("", ()))
+
+
+def forbiddable() -> tuple[str, ...]:
+    """The names that may be forbidden: of decisions, of values, of schedules as they are by now."""
+    return (*_forbids(tuple(SCHEDULES)), "unequal_meshes")
+
+
+@functools.cache
+def _forbids(schedules: tuple[str, ...]) -> Mapping[str, tuple[str, tuple[Any, ...]]]:
+    return dict(pair for d in _TABLE for pair in _forbidden(d))
+
+
 # decisions that change a training's numbers, or want its steps made by
 # `train_step(..., optimizer=)`: left out unless the user allows them by this name
 ALLOWABLE = tuple(d.name for d in _TABLE if d.allowed)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.planner.decisions import DECISIONS, FORBIDDABLE, Decision
+from meshwright.planner.decisions import DECISIONS, Decision, forbiddable
 from meshwright.planner.overrides import Overrides
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"what must not be used: {', '.join(FORBIDDABLE)}; repeatable",
+        help=f"what must not be used: {', '.join(forbiddable())}; repeatable",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshwright.costmodel.recompute import REGATHERING
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS
-from meshwright.planner.decisions import CHOICES, DECISIONS, FORBIDS, SHARING
+from meshwright.planner.decisions import CHOICES, DECISIONS, SHARING, forbids
 from meshwright.planner.overrides.overrides import OverrideError, Overrides, left_schedules, spelled
 from meshwright.planner.plan import Plan, PlanError
 
@@ -15,7 +15,7 @@ from meshwright.planner.plan import Plan, PlanError
 def for_target(overrides: Overrides, target: Target) -> Overrides:
     """The overrides with everything forbidden that the target can't run. Raises `OverrideError` for
     one that asks for it."""
-    for name in CHOICES.keys() | {FORBIDS[f][0] for f in excluded_by(target) if f in FORBIDS}:
+    for name in (CHOICES.keys() | {forbids(f)[0] for f in excluded_by(target)}) - {""}:
         for pattern, value in overrides.items(name):
             if _excluded(target, name, value):
                 raise OverrideError(
@@ -99,8 +99,8 @@ def excluded_by(target: Target) -> tuple[str, ...]:
 
 def _excluded(target: Target, name: str, value: object) -> bool:
     """Whether a target excludes a value of a choice, or `name` whatever its value."""
-    excluded = [FORBIDS.get(f, (f, ())) for f in excluded_by(target)]
-    return any(value not in others for decision, others in excluded if decision == name)
+    excluded = [(f, *forbids(f)) for f in excluded_by(target)]
+    return any(value not in others for f, of, others in excluded if name == (of or f))
 
 
 def _left(target: Target, name: str) -> list[object]:

@@ -70,7 +70,7 @@ class Overrides:
     `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
     `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
     step, so that only a few gradients are there at once. `forbid`
-    lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
+    lists what must not be used: one of `forbiddable()`. Raises `OverrideError`.
     """
 
     tp: int | Mapping[str, int] | None = None
@@ -146,7 +146,7 @@ class Overrides:
 
     def left(self, name: str) -> tuple[Any, ...]:
         """The values of a choice (zero, recompute, schedule, placement) that are not forbidden."""
-        forbidden = (decisions.FORBIDS.get(f, ("", ())) for f in self.forbid)
+        forbidden = map(decisions.forbids, self.forbid)
         others = [values for decision, values in forbidden if decision == name]
         return tuple(v for v in decisions.CHOICES[name] if all(v in values for values in others))
 
@@ -158,7 +158,7 @@ class Overrides:
         if name in decisions.CHOICES:
             values = self.left(name)
         else:
-            values = decisions.FORBIDS[name][1] if name in self.forbid else ()
+            values = decisions.forbids(name)[1] if name in self.forbid else ()
         return values[0] if len(values) == 1 else None
 
     def offloaded(self, what: str) -> float | None:
@@ -203,7 +203,7 @@ class Overrides:
         return [*self.items(name)] or ([] if value is None else [(None, value)])
 
     def _check_forbidden(self, forbidden: str) -> None:
-        name, others = decisions.FORBIDS.get(forbidden, ("", ()))
+        name, others = decisions.forbids(forbidden)
         for pattern, value in self.items(name) if name else ():
             nothing = isinstance(value, Mapping) and not any(value.values())
             if value not in others and not nothing:
@@ -380,13 +380,13 @@ def _check_forbid(forbid: Any) -> None:
         legal = f"a list of names, e.g. forbid=[{shown(forbid)}]"
         raise OverrideError.refused("override forbid", forbid, legal=legal)
     for name in forbid:
-        if not isinstance(name, str) or name not in decisions.FORBIDDABLE:
+        if not isinstance(name, str) or name not in decisions.forbiddable():
             text = name[:MAX_TEXT] if isinstance(name, str) else ""
-            near = difflib.get_close_matches(text, decisions.FORBIDDABLE, n=1)
+            near = difflib.get_close_matches(text, decisions.forbiddable(), n=1)
             raise OverrideError.refused(
                 "override forbid",
                 name,
-                legal=decisions.FORBIDDABLE,
+                legal=decisions.forbiddable(),
                 way_out=f"did you mean {near[0]!r}?" if near else "",
             )
 

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.api import auto_parallelize
 from meshwright.cli import perform
 from meshwright.plan_search import search_plan
-from meshwright.planner.decisions import BY_BLOCK, FORBIDDABLE
+from meshwright.planner.decisions import BY_BLOCK, forbiddable
 from meshwright.planner.overrides import Overrides, check_overrides, restrict
 from meshwright.profiles.inputs import shown
 from scripts.fuzzing import ground
@@ -43,7 +43,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective"),
     "stages": ([["embed", "layers.0-1"], ["layers.2", "head"]], [["embed-head"]]),
     "shardings": ({"layers.*.up": "colwise"}, {"head": "S(0)@tp"}, {"**": "replicate"}),
-    "forbid": (("tp",), ("pp", "zero"), FORBIDDABLE),
+    "forbid": (("tp",), ("pp", "zero"), forbiddable()),
 }
 GLOBS = ("layers.*", "**", "embed", "layers.0-1", "layers.0-99999999999", "*" * 60, "*a" * 30, "",
          "l**s.1", "head", "[", "layers.?", "h.0-9", "nothing")  # fmt: skip

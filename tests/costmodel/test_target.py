@@ -17,7 +17,7 @@ from meshwright.costmodel.intervals import (
 )
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, Target
 from meshwright.costmodel.targets import COMPILED, EAGER, TARGETS, target_named
-from meshwright.planner.decisions import FORBIDDABLE
+from meshwright.planner.decisions import forbiddable
 from meshwright.profiles.hardware.catalog_reader import catalog_names
 
 
@@ -45,7 +45,7 @@ def test_targets_are_found_by_their_names_and_what_they_can_not_run_is_forbidden
     with pytest.raises(ValueError, match=r"target=\['eager'\]; legal"):
         target_named(["eager"])  # type: ignore[arg-type]
     for target in TARGETS.values():
-        assert set(target.excludes) <= set(FORBIDDABLE)
+        assert set(target.excludes) <= set(forbiddable())
         assert 0 in target.zeros_with_pipeline  # one data rank has no ZeRO
 
 

@@ -17,7 +17,7 @@ from meshwright.cli import main
 from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.executor.rehearsal import Mismatch, Rehearsal, rehearse
-from meshwright.planner.decisions import FORBIDDABLE
+from meshwright.planner.decisions import forbiddable
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing import Prediction, RehearsedMemory
 from meshwright.rehearsing import margin_needed
@@ -304,7 +304,7 @@ def test_the_help_names_what_is_legal() -> None:
     text = " ".join(parser().format_help().split())
     assert "ZeRO stage: 0, 1, 2, 3; repeatable with GLOB=VALUE" in text
     assert "products+regather, full" in text and "tp,dp,pp or tp,pp,dp" in text
-    assert ", ".join(SCHEDULES) in text and ", ".join(FORBIDDABLE) in text
+    assert ", ".join(SCHEDULES) in text and ", ".join(forbiddable()) in text
 
 
 # --- rehearse ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.layouts import Entry
-from meshwright.planner.decisions import FORBIDDABLE, PLACEMENTS
+from meshwright.planner.decisions import PLACEMENTS, forbiddable
 from meshwright.planner.overrides import without_effect
 from meshwright.planner.overrides.overrides import (
     OverrideError,
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused(knobs: Knobs, says: str) -> None:
 
 
 def test_only_what_is_set_is_given() -> None:
-    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("dp", "tp", "cp")
+    assert Overrides(forbid=forbiddable()[:3]).forbid == ("dp", "tp", "cp")
     assert Overrides().given() == {}
     assert Overrides(shardings={}, forbid=[]).given() == {}
     assert Overrides(tp=2, zero=0, forbid=["pp"]).given() == {"tp": 2, "zero": 0, "forbid": ["pp"]}

@@ -311,6 +311,12 @@ def test_it_is_chosen_where_it_is_asked_for_and_passes_the_checks(added: str) ->
     assert found.best.evaluation.timeline.stages_of == ((0,), (1,))
 
 
+def test_it_is_forbidden_by_its_name_and_left_where_another_is(added: str) -> None:
+    assert "1f1b" in Overrides(forbid=[added]).left("schedule")
+    assert added not in Overrides(forbid=[added]).left("schedule")
+    assert added in Overrides(forbid=["gpipe"]).left("schedule")
+
+
 def test_it_is_among_those_that_a_free_search_simulates(added: str) -> None:
     free = searching(cluster(4), linears(48, 6, 8, 24), batch=16, pp=2)
     assert Pipeline(added, 2, 4, 2) in free.space.schedules(2, 4)
