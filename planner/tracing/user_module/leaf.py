@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.rules import summable
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 ATTRIBUTE = "_meshwright_leaf"
 Amount = float | Callable[..., float]
@@ -88,10 +88,10 @@ def leaf(
     than those that no result has.
     """
     if rule and rule.count("->") != 1:
-        raise MeshwrightError.refused("leaf: rule", rule, legal=RULES)
+        raise ArgumentError.refused("leaf: rule", rule, legal=RULES)
     legal = summable(rule) if rule else set()
     if wrong := sorted(set(sums.split()) - legal):
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={sums!r}: {', '.join(map(repr, wrong))} can't be summed",
             place="leaf: sums",
             legal=(
@@ -112,7 +112,7 @@ def _declare(target: Any, declaration: Declaration) -> Any:
         setattr(target, ATTRIBUTE, declaration)
         return target
     if isinstance(getattr(target, "__self__", None), nn.Module):
-        raise MeshwrightError(
+        raise ArgumentError(
             f"{target!r} is a method, whose module's parameters would not be seen",
             place="leaf",
             legal="a module or a function",
@@ -120,7 +120,7 @@ def _declare(target: Any, declaration: Declaration) -> Any:
         )
     if isinstance(target, type) or not callable(target):
         legal = "a module, a class of modules, an autograd.Function, a function"
-        raise MeshwrightError.refused("leaf: target", target, legal=legal)
+        raise ArgumentError.refused("leaf: target", target, legal=legal)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
