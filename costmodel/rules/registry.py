@@ -339,7 +339,7 @@ RULES: dict[str, Rule] = {
 
 
 class RuleError(MeshwrightError):
-    """A rule that can't be, or that does not hold."""
+    """A rule of an operator that can't be read, or that does not hold."""
 
     CODE = "MW205"
     PLACE = "rule"

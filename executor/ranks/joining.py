@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 
 class StartError(StateError):
-    """Why the ranks do not come together: one line, which needs no traceback."""
+    """Ranks that do not come together; one line says why, without a traceback."""
 
     CODE = "MW302"
     PLACE = "environment of the ranks"

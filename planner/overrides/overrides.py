@@ -22,7 +22,7 @@ from meshwright.profiles.inputs.limits import MAX_TEXT
 
 
 class OverrideError(MeshwrightError):
-    """An override that can't hold: names the value, the place, the legal values and the way out."""
+    """An override that can't hold, by itself or beside another one."""
 
     CODE = "MW208"
     PLACE = "overrides"
