@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from meshwright.costmodel.sharing import Sharing
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import is_number
 
 BUCKET_BYTES = 25 * 2**20
@@ -168,7 +168,7 @@ class Target:
     def _check(self, name: str, holds: bool, legal: str | Iterable[str]) -> None:
         if not holds:
             place = f"target {self.name!r}: {name}"
-            raise MeshwrightError.refused(place, getattr(self, name), legal=legal)
+            raise ArgumentError.refused(place, getattr(self, name), legal=legal)
 
     def hides_replicas(self, sharing: Sharing) -> bool:
         """Whether the reduction among replicas of shards joins a backward."""

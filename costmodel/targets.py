@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from meshwright.costmodel.target import ALONE_BYTES, IN_PARTS, Target
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 # the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
 # checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed
@@ -186,4 +186,4 @@ def target_named(name: str) -> Target:
     try:
         return TARGETS[name]
     except (KeyError, TypeError):
-        raise MeshwrightError.refused("target", name, legal=TARGETS) from None
+        raise ArgumentError.refused("target", name, legal=TARGETS) from None

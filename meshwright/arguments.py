@@ -10,7 +10,7 @@ from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, sized
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
         ("plan", plan, (Plan, str, Path, type(None)), "a Plan, a path or None"),
     ):
         if not isinstance(value, wanted):
-            raise MeshwrightError(
+            raise ArgumentError(
                 f"={shown(value)} is a {type(value).__name__}", place=name, legal=legal
             )
     if plan is not None and overrides is not None and overrides.given():
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={overrides.given()} were both given: a given plan leaves nothing to search",
             place="plan= and overrides",
             legal="one of the two",
@@ -69,18 +69,18 @@ def check_values(
     """ValueError for a number or name that can't be."""
     batch = global_batch_size
     if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= MAX_ROWS:
-        raise MeshwrightError.refused(
+        raise ArgumentError.refused(
             "global_batch_size",
             batch,
             legal=f"an integer from 1 to {MAX_ROWS}, rows per optimizer step",
         )
     if precision not in PRECISIONS:
-        raise MeshwrightError.refused("precision", precision, legal=PRECISIONS)
+        raise ArgumentError.refused("precision", precision, legal=PRECISIONS)
     optimizer_named(optimizer)
     if time_limit_s is not None:
         _check_time_limit(time_limit_s)
     if tf32 and precision != "fp32":
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={shown(precision)} with tf32=True, which is about fp32 products",
             place="precision",
             legal="fp32",
@@ -92,9 +92,9 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
     """ValueError for an objective or consent that can't be, or a margin that leaves tensors no
     memory."""
     if rows_meet not in ROWS_MEET:
-        raise MeshwrightError.refused("rows_meet", rows_meet, legal=ROWS_MEET)
+        raise ArgumentError.refused("rows_meet", rows_meet, legal=ROWS_MEET)
     if objective not in OBJECTIVES:
-        raise MeshwrightError.refused("objective", objective, legal=OBJECTIVES)
+        raise ArgumentError.refused("objective", objective, legal=OBJECTIVES)
     check_margin(memory_margin, cluster)
 
 
@@ -108,7 +108,7 @@ def check_margin(memory_margin: Any, cluster: Cluster) -> None:
     if memory_margin is None:
         return
     if not is_number(memory_margin) or not 0 <= memory_margin < 1:
-        raise MeshwrightError.refused(
+        raise ArgumentError.refused(
             "memory_margin",
             memory_margin,
             legal=(
@@ -118,7 +118,7 @@ def check_margin(memory_margin: Any, cluster: Cluster) -> None:
         )
     device = cluster.device
     if memory_margin >= device.usable_bytes / device.memory_bytes:
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={memory_margin}: of the {sized(device.memory_bytes)} of {device.name} it "
             f"keeps {sized(memory_margin * device.memory_bytes)} free, and driver and "
             f"communicators take {sized(device.reserved_bytes)}: tensors are left none",
@@ -129,6 +129,6 @@ def check_margin(memory_margin: Any, cluster: Cluster) -> None:
 
 def _check_time_limit(time_limit_s: Any) -> None:
     if not is_number(time_limit_s) or time_limit_s < 0:
-        raise MeshwrightError.refused(
+        raise ArgumentError.refused(
             "time_limit_s", time_limit_s, legal="seconds, 0 or more, or None for no limit"
         )

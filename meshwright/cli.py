@@ -20,7 +20,7 @@ from typing import Any
 
 from meshwright import __version__
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.shell.named import Parser, UserCodeError, check_writable
+from meshwright.shell.named import CommandError, Parser, UserCodeError, check_writable
 from meshwright.shell.terminal import say, show, stdout_is_the_result
 
 COMMANDS = MappingProxyType(
@@ -50,7 +50,7 @@ def perform(argv: Sequence[str] | None = None) -> int:
     command = next((text for text in argv if text[:1] != "-"), None)
     if command is not None and command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
-        raise MeshwrightError(
+        raise CommandError(
             f"no command {shown(command)}",
             place="meshwright",
             legal=COMMANDS,
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return perform(argv)
     except UserCodeError as error:
         traceback.print_exception(error.__cause__)
-        say(f"error: {error}")
+        say(f"error: {error.with_code()}")
     except MeshwrightError as error:
         if _infeasible(error):
-            say(f"infeasible: {error}")
+            say(f"infeasible: {error.with_code()}")
             return 2
-        say(f"error: {error}")
+        say(f"error: {error.with_code()}")
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         say(f"error: {error}")
     return 1
@@ -98,6 +98,7 @@ def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
         return None
     return {
         "infeasible": str(error),
+        "code": error.CODE,
         "shortfall_bytes": list(error.shortfall_bytes),
         "relaxations": [asdict(relaxation) for relaxation in error.relaxations],
     }

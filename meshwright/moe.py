@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.planner.operators import combine, dispatch, grouped_linear
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, shown
 
 __all__ = ["GroupedLinear", "MoE", "combine", "dispatch", "grouped_linear"]
 
@@ -57,7 +57,7 @@ class MoE(nn.Module):
     def __init__(self, *, hidden: int, ffn: int, experts: int, topk: int, shared: int = 0) -> None:
         super().__init__()
         if not 1 <= topk <= experts:
-            raise MeshwrightError(
+            raise ArgumentError(
                 f"={shown(topk)} of experts={shown(experts)}",
                 place="MoE: topk",
                 legal=f"1 to {shown(experts)}",

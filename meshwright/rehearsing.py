@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision
+from meshwright.executor.errors import RehearsalError
 from meshwright.executor.prices import Prices
 from meshwright.executor.rehearsal import (
     Estimate,
@@ -26,7 +27,6 @@ from meshwright.planner import pricing
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import Progress
 from meshwright.traced import TracedModel
 
@@ -56,7 +56,7 @@ def rehearse_plan(
     be, which a rehearsal doesn't do. Raises ValueError for a planned
     optimizer that torch doesn't have: give one."""
     if optimizer is not None and not callable(optimizer):
-        raise MeshwrightError(
+        raise RehearsalError(
             f"={type(optimizer).__name__}(...) is no function",
             place="rehearse: optimizer",
             legal=(
@@ -66,7 +66,7 @@ def rehearse_plan(
         )
     make = optimizer or OPTIMIZERS.get(problem.optimizer)
     if make is None:
-        raise MeshwrightError(
+        raise RehearsalError(
             f"torch has no optimizer {problem.optimizer!r}",
             place="rehearse",
             legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",

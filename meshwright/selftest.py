@@ -41,7 +41,7 @@ from meshwright.planner.document import Document, Table
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import InfeasibleError, describe, seconds, sized
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError, MeasuringError
 from meshwright.profiles.inputs.limits import is_number
 from meshwright.profiles.measure.local_ranks import run_local
 from meshwright.shell import override_flags
@@ -176,7 +176,7 @@ def selftest(ranks: int | None = None, *, budget_s: float = 60.0) -> Selftest:
     is none, and RuntimeError where ranks fail."""
     started = time.monotonic()
     if not (is_number(budget_s) and 0 < budget_s < float("inf")):
-        raise MeshwrightError.refused("selftest: budget", budget_s, legal="seconds above 0")
+        raise ArgumentError.refused("selftest: budget", budget_s, legal="seconds above 0")
     cluster = _cluster(ranks)
     on_gpus, n = cluster.device.kind == "cuda", cluster.num_devices
     cells = [cell for k in _powers(n) for cell in _parity(_cluster(k, like=cluster), k)]
@@ -331,7 +331,7 @@ def _run(folder: Path, what: str, sizes: Sizes, cluster: Cluster) -> list[dict[s
     )
     missing = [k for k, output in enumerate(outputs) if not output.exists()]
     if missing:
-        raise MeshwrightError(
+        raise MeasuringError(
             f"ranks {missing} ended without a result", place=f"selftest: {what}", way_out=WAY_OUT
         )
     return [json.loads(output.read_text(encoding="utf-8")) for output in outputs]

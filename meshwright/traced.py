@@ -27,6 +27,7 @@ from meshwright.executor.ranks import same_random_state
 from meshwright.executor.stages import REFUSES_CALLS
 from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.errors import ModelError
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import CALL_HOOKS, OUTSIDE, TENSOR_HOOKS, Outside, held, trace
 from meshwright.planner.tracing.transformers import check_positions
@@ -190,14 +191,14 @@ def _check_parameters(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         place = f"model: parameter {name!r}"
         if hasattr(p, "device_mesh"):
-            raise MeshwrightError(
+            raise ModelError(
                 " is a DTensor: the model was parallelized before",
                 place=place,
                 legal="plain parameters",
                 way_out="go on with the result's replan(), or give a model of plain parameters",
             )
         if is_lazy(p):
-            raise MeshwrightError(
+            raise ModelError(
                 " has no shape before the first forward",
                 place=place,
                 legal="parameters of known shapes",
@@ -205,7 +206,7 @@ def _check_parameters(model: nn.Module) -> None:
             )
         kind = unusual_kind(p) or ("complex" if p.is_complex() and p.requires_grad else None)
         if kind:
-            raise MeshwrightError(
+            raise ModelError(
                 f" is {kind}",
                 place=place,
                 legal="dense parameters of real numbers, whose gradients ranks reduce in float32",
@@ -236,7 +237,7 @@ def check_not_quantized(model: nn.Module) -> None:
 
 
 def _quantized(place: str, how: str) -> MeshwrightError:
-    return MeshwrightError(
+    return ModelError(
         f" is quantized ({how}), as for QLoRA: the values are packed, so that no rank can take a "
         "part of them, and what they take and cost is not known",
         place=place,

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.planner.errors import ExampleInputsError
+from meshwright.profiles.inputs import shown
 from meshwright.profiles.inputs.limits import MAX_DEPTH, MAX_ROWS
 
 
@@ -22,7 +23,7 @@ def batch_rows(example_inputs: Any) -> int:
     leaves = [leaf for _, leaf in input_leaves(example_inputs)[0]]
     sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
     if not sizes:
-        raise MeshwrightError(
+        raise ExampleInputsError(
             f"={shown(example_inputs)} holds no tensor with a batch dim",
             place="example_inputs",
             legal=(
@@ -33,7 +34,7 @@ def batch_rows(example_inputs: Any) -> int:
         )
     rows = Counter(sizes).most_common(1)[0][0]
     if not 1 <= rows <= MAX_ROWS:
-        raise MeshwrightError(
+        raise ExampleInputsError(
             f" has {rows} rows",
             place="example_inputs",
             legal=f"1 to {MAX_ROWS} rows",
@@ -55,7 +56,7 @@ def _check_depth(batch: Any) -> None:
         if not inner:
             return
         level = inner
-    raise MeshwrightError(
+    raise ExampleInputsError(
         " is nested too deeply, or in itself",
         place="the batch",
         legal=f"up to {MAX_DEPTH} levels",
@@ -72,7 +73,7 @@ def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
     named = [(path_of(path), leaf) for path, leaf in leaves]
     for path, leaf in named:
         if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
-            raise MeshwrightError(
+            raise ExampleInputsError(
                 f" is a {kind} tensor",
                 place=f"the batch's entry {path!r}",
                 legal="dense tensors, of which ranks take rows",
@@ -126,7 +127,7 @@ def split_batch(
         if not wants_targets:
             return (), kwargs, ()
         if "targets" not in kwargs:
-            raise MeshwrightError(
+            raise ExampleInputsError(
                 f" has only {sorted(map(str, kwargs))}, and loss_fn takes (output, targets)",
                 place="example_inputs",
                 legal="a dict with the entry 'targets'",
@@ -137,7 +138,7 @@ def split_batch(
     if not wants_targets:
         return args, {}, ()
     if len(args) < 2:
-        raise MeshwrightError(
+        raise ExampleInputsError(
             " has one entry, and loss_fn takes (output, targets)",
             place="example_inputs",
             legal="(inputs..., targets)",

@@ -1,13 +1,32 @@
-"""Errors of tracing."""
+"""Errors of the model, its sample batch, and tracing."""
 
 from __future__ import annotations
 
 from meshwright.profiles.inputs import MeshwrightError
 
 
+class ModelError(MeshwrightError):
+    """A model, a loss or a parameter that no plan can be made for."""
+
+    CODE = "MW201"
+    PLACE = "the model, or its loss"
+    LEGAL = "a module of dense parameters of known shapes, and a loss without parameters"
+    WAY_OUT = "change the module, or give another one"
+
+
+class ExampleInputsError(MeshwrightError):
+    """A sample batch that is none, or that does not fit the model's forward."""
+
+    CODE = "MW202"
+    PLACE = "example_inputs, or a batch"
+    LEGAL = "a dict or a tuple of the forward's arguments, as dense tensors, the batch dim first"
+    WAY_OUT = "give such a batch; its values don't matter"
+
+
 class TraceError(MeshwrightError):
     """The model can't be traced, at a place of the user's source."""
 
+    CODE = "MW203"
     PLACE = "the model's forward, or its loss"
     LEGAL = "tensor operations whose shapes and order depend on no value of a tensor"
     WAY_OUT = "write it so, or keep the module as one node (meshwright.leaf)"
@@ -16,6 +35,7 @@ class TraceError(MeshwrightError):
 class SolverError(MeshwrightError, RuntimeError):
     """No solver of linear programs is installed."""
 
+    CODE = "MW211"
     PLACE = "the Python environment"
     LEGAL = "one with a solver of linear programs"
     WAY_OUT = "pip install highspy"

@@ -27,7 +27,7 @@ from meshwright.profiles.hardware.catalog_reader import (
 from meshwright.profiles.hardware.curve import FULL, Curve
 from meshwright.profiles.hardware.device import DTYPES, Device, Link, Rates, check_whole
 from meshwright.profiles.hardware.host import Host, host_of, is_of_host
-from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
+from meshwright.profiles.inputs import ClusterError, HardwareError, read_toml, shown
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_TEXT
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates", "catalog_names"]
@@ -58,20 +58,20 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_TEXT:
-            raise MeshwrightError.refused(
+            raise ClusterError.refused(
                 "cluster name", self.name, legal=f"a text of 1 to {MAX_TEXT} characters"
             )
         what = f"cluster {self.name!r}"
         check_whole(f"{what}: num_nodes", self.num_nodes, most=MAX_DEVICES)
         check_whole(f"{what}: devices_per_node", self.devices_per_node, most=MAX_DEVICES)
         if self.num_devices > MAX_DEVICES:
-            raise MeshwrightError(
+            raise ClusterError(
                 f" is {self.num_nodes} nodes of {self.devices_per_node} devices",
                 place=what,
                 legal=f"up to {MAX_DEVICES} devices",
             )
         if self.backend not in (backends := ("nccl", "gloo")):
-            raise MeshwrightError(
+            raise ClusterError(
                 f" is {shown(self.backend)}", place=f"{what}: backend", legal=backends
             )
 
@@ -102,7 +102,7 @@ class Cluster:
         check_whole("devices_per_node", count)
         # Processes of a CPU host may outnumber its cores; a GPU node has as many as it has.
         if count > most and node.texts["backend"] != "gloo":
-            raise MeshwrightError(
+            raise ClusterError(
                 f" is {count}",
                 place="devices_per_node",
                 legal=(
@@ -135,12 +135,12 @@ class Cluster:
 
         check_whole("Cluster.local: n", n, most=MAX_DEVICES)
         if device not in (None, "cuda", "cpu"):
-            raise MeshwrightError(
+            raise ClusterError(
                 f" is {shown(device)}", place="Cluster.local: device", legal="'cuda', 'cpu' or None"
             )
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device == "cuda" and num_gpus < n:
-            raise MeshwrightError(
+            raise ClusterError(
                 f"{n} GPUs asked for and {num_gpus} found",
                 place="Cluster.local",
                 legal=f"up to {num_gpus}, or device='cpu'",
@@ -160,7 +160,7 @@ class Cluster:
         (`cluster_file.py`). A curve is a number or an array of [x, y] pairs. Raises ValueError.
         """
         place = Path(path)
-        data = read_toml(place)
+        data = read_toml(place, error=ClusterError)
         for key in data:
             if key not in (*PLAIN, *TABLES):
                 raise unknown_name(f"{place} key", key, (*PLAIN, *TABLES))
@@ -181,7 +181,7 @@ class Cluster:
         try:
             return dataclasses.replace(cluster, **changes, assumptions=assumptions)
         except ValueError as error:
-            raise MeshwrightError.of(error, place) from None
+            raise ClusterError.of(error, place) from None
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Cluster:
@@ -195,7 +195,7 @@ class Cluster:
         world = _env_count(environ, "WORLD_SIZE", 1)
         per_node = _env_count(environ, "LOCAL_WORLD_SIZE", world)
         if world % per_node:
-            raise MeshwrightError(
+            raise ClusterError(
                 f" = {world} is not a multiple of LOCAL_WORLD_SIZE = {per_node}",
                 place="environment WORLD_SIZE",
                 legal=f"a multiple of {per_node}",
@@ -270,7 +270,7 @@ def _naming(entry: Entry) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise MeshwrightError.of(error, f"{entry.name}.json") from None
+        raise HardwareError.of(error, f"{entry.name}.json") from None
 
 
 def _measured(cluster: Cluster, n: int) -> Cluster:
@@ -328,7 +328,7 @@ def _local_gpu() -> str:
     driver_name = torch.cuda.get_device_name(0)
     if name := device_of_driver(driver_name):
         return name
-    raise MeshwrightError(
+    raise ClusterError(
         " is not in the catalog",
         place=f"GPU {driver_name!r}",
         legal=catalog_names(),
@@ -340,7 +340,7 @@ def _override(base: Any, changes: Mapping[str, Any], place: str) -> Any:
     """`base` (a Device, Link or Host) with fields replaced. Raises ValueError with the `place` for
     illegal values, and where there is no base."""
     if base is None:
-        raise MeshwrightError(
+        raise ClusterError(
             ": the base says nothing of a host", place=place, legal="no [host]",
             way_out="take another base",
         )  # fmt: skip
@@ -349,7 +349,7 @@ def _override(base: Any, changes: Mapping[str, Any], place: str) -> Any:
     try:
         return dataclasses.replace(base, **changes)
     except ValueError as error:
-        raise MeshwrightError.of(error, place) from None
+        raise ClusterError.of(error, place) from None
 
 
 def _plain(value: Any) -> Any:
@@ -377,5 +377,5 @@ def _env_count(environ: Mapping[str, str], key: str, default: int) -> int:
     text = environ.get(key, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         legal = "a whole number, 1 or more"
-        raise MeshwrightError(f" is {shown(text)}", place=f"environment {key}", legal=legal)
+        raise ClusterError(f" is {shown(text)}", place=f"environment {key}", legal=legal)
     return int(text)

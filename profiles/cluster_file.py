@@ -28,7 +28,7 @@ from meshwright.profiles.hardware.catalog_reader import unknown_name
 from meshwright.profiles.hardware.device import DTYPES, Device, Link
 from meshwright.profiles.hardware.host import Host
 from meshwright.profiles.hardware.units import EXAMPLES, UNITS, in_si, written
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ClusterError, shown
 from meshwright.profiles.inputs.limits import is_number
 
 PLAIN = ("base", "name", "num_nodes", "devices_per_node")
@@ -96,7 +96,7 @@ def changes_of(table: str, given: Any, place: str) -> dict[str, Any]:
             raise unknown_name(f"{place} key", name, keys)
         key = keys[name]
         if key.field in changes:
-            raise MeshwrightError(
+            raise ClusterError(
                 f" and {key.field} are the same", place=f"{place}: {name}", legal="one of the two"
             )
         changes[key.field] = _value(key, name, value, f"{place}: {name}")
@@ -108,7 +108,7 @@ def changes_of(table: str, given: Any, place: str) -> dict[str, Any]:
 def _table(value: Any, place: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise MeshwrightError(f" is {shown(value)}", place=place, legal="a table of key = value")
+    raise ClusterError(f" is {shown(value)}", place=place, legal="a table of key = value")
 
 
 def _value(key: Key, name: str, value: Any, place: str) -> Any:
@@ -135,7 +135,7 @@ def _quantity(key: Key, name: str, value: Any, place: str) -> Any:
     meant = _quoted(value, key.dimension)
     if key.dimension == "bytes/s" and value < SLOWEST:  # was never meant in bytes a second
         meant = f'"{value:g} Gb/s"' if name == "bandwidth" else f'"{value:g} GB/s"'
-    raise MeshwrightError(
+    raise ClusterError(
         f" is {shown(value)}, without a unit",
         place=place,
         legal=f"a number with a unit, as {EXAMPLES[key.dimension]}",
@@ -153,7 +153,7 @@ def _point(over: str, name: str, point: Any, place: str) -> Any:
         return [in_si(x, over, place), y]
     if not is_number(x):
         return point
-    raise MeshwrightError(
+    raise ClusterError(
         f" has a point at {shown(x)}, without a unit",
         place=place,
         legal=f"points as [{EXAMPLES[over]!r}, 0.5]",
@@ -171,7 +171,7 @@ def _check_plausible(bandwidth: float, said: Any, place: str) -> None:
         return
     number = re.match(r"[-+.\deE]*", str(said).strip())
     guess = f'did you mean bandwidth = "{number[0]} Gb/s"?' if number and number[0] else ""
-    raise MeshwrightError(
+    raise ClusterError(
         f" is {shown(said)}, {written(bandwidth, 'bytes/s')}, which no link has",
         place=f"{place}: bandwidth",
         legal=f"{written(SLOWEST, 'bytes/s')} to {written(FASTEST, 'bytes/s')}",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.profiles.inputs import MeshwrightError, parse_json, shown
+from meshwright.profiles.inputs import ProfileError, parse_json, shown
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ class OpSignature:
     def parse(text: str) -> OpSignature:
         """The inverse of `text`. Raises ValueError for a text that is not one."""
         try:
-            data = parse_json(text, place="signature", infinite=True)
+            data = parse_json(text, place="signature", error=ProfileError, infinite=True)
             target, operands = data.pop("op"), data.pop("operands")
             if not isinstance(target, str) or not all(target.partition(".")[::2]):
                 raise ValueError(f"{shown(target)} is no operator, e.g. aten.linear.default")
@@ -98,7 +98,7 @@ class OpSignature:
                 arguments=_canonical({"args": data["args"], "kwargs": data["kwargs"]}),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise MeshwrightError(
+            raise ProfileError(
                 f" is no operator signature: {error}",
                 place=shown(text),
                 legal="what `meshwright profile --export` writes",
@@ -156,7 +156,7 @@ def _encode(value: Any, target: str) -> Any:
         return {str(key): _encode(item, target) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [_encode(item, target) for item in value]
-    raise MeshwrightError(
+    raise ProfileError(
         f"argument {value!r:.60} is a {type(value).__name__}",
         place=target,
         legal="tensors, numbers, texts, dtypes, devices and lists of them",

@@ -25,7 +25,13 @@ from typing import Any, TypeAlias, TypeVar
 from filelock import FileLock
 
 from meshwright.profiles.hardware.device import check_number, check_whole
-from meshwright.profiles.inputs import MeshwrightError, irregular, read_json, write_text
+from meshwright.profiles.inputs import (
+    MeshwrightError,
+    ProfileError,
+    irregular,
+    read_json,
+    write_text,
+)
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.steps import COMPONENTS, TERMS, StepTiming
@@ -171,7 +177,9 @@ class Store:
         except FileNotFoundError:  # there is none, or another process has just moved it aside
             return None
         try:
-            return _measurements(read_json(path, most=MAX_MEASURED_BYTES), f"cached {path.name}")
+            return _measurements(
+                read_json(path, error=ProfileError, most=MAX_MEASURED_BYTES), f"cached {path.name}"
+            )
         except MeshwrightError as error:
             if alone:
                 self._move_aside(path, error)
@@ -216,7 +224,7 @@ class Store:
 
 def _wrong(place: str, what: str) -> MeshwrightError:
     legal = "measurements as `meshwright profile` takes them"
-    return MeshwrightError(what, place=place, legal=legal, way_out="drop it, or measure again")
+    return ProfileError(what, place=place, legal=legal, way_out="drop it, or measure again")
 
 
 def _check(measurements: Measurements, place: str) -> None:
@@ -307,9 +315,11 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
     for a profile of another device.
     """
     place = f"profile {path}"
-    measurements = _measurements(read_json(path, most=MAX_MEASURED_BYTES), place)
+    measurements = _measurements(
+        read_json(path, error=ProfileError, most=MAX_MEASURED_BYTES), place
+    )
     if not accepts(measurements.device.name):
-        raise MeshwrightError(
+        raise ProfileError(
             f" is of device {measurements.device.name!r}, but the cluster's device is {expected!r}",
             place=place,
             legal=f"a profile of {expected}",
@@ -322,7 +332,7 @@ def _measurements(data: Any, place: str) -> Measurements:
     """The measurements in a file's data. Raises `MeshwrightError` for data that `_text` can't have
     written."""
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("format") != FORMAT:
-        raise MeshwrightError(
+        raise ProfileError(
             " is none",
             place=place,
             legal=f"a {KIND} of format {FORMAT}",
@@ -358,13 +368,13 @@ def _naming(place: str) -> Iterator[None]:
     try:
         yield
     except MeshwrightError as error:
-        raise MeshwrightError.of(error, place) from None
+        raise ProfileError.of(error, place) from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         what = str(error) if isinstance(error, ValueError) else f"malformed ({error})"
         if isinstance(error, KeyError):
             what = f"no key {error.args[0]!r}"
         legal = "what `meshwright profile --export` writes"
-        raise MeshwrightError(what, place=place, legal=legal, way_out="export it again") from None
+        raise ProfileError(what, place=place, legal=legal, way_out="export it again") from None
 
 
 # --- this machine ---------------------------------------------------------------------------------

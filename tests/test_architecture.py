@@ -182,7 +182,7 @@ def large_functions(file: SourceFile) -> list[str]:
 
 MOST_FILES = 8  # in which the name of a decision may stand
 # of decisions that stand in more of them: these numbers fall
-MORE_FILES: dict[str, int] = {"recompute": 13, "schedule": 16, "zero": 13}
+MORE_FILES: dict[str, int] = {"recompute": 13, "schedule": 15, "zero": 13}
 KNOBS = {
     "quantized": {"quantized", "quantised"},
     "hpz": {"hpz"},

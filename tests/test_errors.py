@@ -1,13 +1,20 @@
-"""What the product raises: errors with a place, legal values and a way out.
+"""What the product raises: errors with a code, a place, legal values and a way out.
 
 Read from the syntax trees: what is raised by name must be a `MeshwrightError`, or stand in `INSIDE`
-with the reason why no user is given it.
+with the reason why no user is given it. The page of errors is as `scripts/write_errors.py` writes.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
+import pytest
+
+from meshwright.profiles.inputs import MeshwrightError
+from scripts import write_errors
+from tests.helpers.launching import ROOT
 from tests.helpers.source_files import PRODUCT, SourceFile, called_name, files_in
+from tests.helpers.tiers import second_tier
 
 BASE = "MeshwrightError"
 CAUGHT = "the caller catches it"
@@ -120,3 +127,38 @@ def test_bare_errors_are_found() -> None:
     text = "def f(x):\n raise KeyError\n raise KeyError('no') from x\n raise PlanError('no')\n"
     legal = structured(files_in(*PRODUCT))
     assert bare(SourceFile("planner/x.py", text), legal) == [(2, "KeyError"), (3, "KeyError")]
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+PAGE = (ROOT / write_errors.PAGE).read_text(encoding="utf-8")
+
+
+def codeless(file: SourceFile) -> list[int]:
+    """Lines that make an error of the base class, which has no code: `E(...)`, `E.of(...)`."""
+    called = [(node.lineno, node.func) for node in file.nodes if isinstance(node, ast.Call)]
+    makers = [(line, f.value if isinstance(f, ast.Attribute) else f) for line, f in called]
+    return [line for line, maker in makers if isinstance(maker, ast.Name) and maker.id == BASE]
+
+
+def test_every_error_has_a_code() -> None:
+    assert not [(file.path, k) for file in files_in(*PRODUCT, "scripts") for k in codeless(file)]
+    text = f"raise {BASE}('no')\nraise {BASE}.of(e, 'x')\nraise PlanError('no')\n"
+    assert codeless(SourceFile("planner/x.py", text)) == [1, 2]
+    coded = write_errors.classes()
+    known = {MeshwrightError}
+    for error in coded.values():
+        known |= {error, *error.__subclasses__()}  # those without a code have their parent's
+    assert {error.__name__ for error in known} >= structured(files_in(*PRODUCT))
+
+
+@pytest.mark.parametrize(("code", "error"), write_errors.classes().items())
+def test_a_code_has_its_entry(code: str, error: type[MeshwrightError]) -> None:
+    assert re.fullmatch(r"MW[1-4]\d\d", code)
+    assert error.PLACE and error.LEGAL and error.WAY_OUT
+    assert write_errors.entry(code, error) in PAGE
+
+
+@second_tier("plans for half of the entries; the change tier compares the fields of each")
+def test_messages_of_the_page_are_those_that_are_raised() -> None:
+    assert write_errors.page() == PAGE

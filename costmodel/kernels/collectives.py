@@ -58,7 +58,7 @@ import numpy as np
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.hardware.catalog_reader import unknown_name
 from meshwright.profiles.hardware.curve import FULL, Curve
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, ClusterError, shown
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 GLOO_ISSUES = 50.0
@@ -75,9 +75,9 @@ class Group:
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.size:
             place, legal = f"group of size {self.size}: per_node", f"1 to {self.size}"
-            raise MeshwrightError.refused(place, self.per_node, legal=legal)
+            raise ArgumentError.refused(place, self.per_node, legal=legal)
         if self.concurrent < 1:
-            raise MeshwrightError.refused("group: concurrent", self.concurrent, legal="1 or more")
+            raise ArgumentError.refused("group: concurrent", self.concurrent, legal="1 or more")
 
     @property
     def nodes(self) -> int:
@@ -90,7 +90,7 @@ def group_for(cluster: Cluster, *, size: int, stride: int) -> Group:
     where nodes cut them unequally (6 devices per node, groups of 4), that with the fewest ranks on
     a node. Raises ValueError if not even one group fits the cluster."""
     if size < 1 or stride < 1 or size * stride > cluster.num_devices:
-        raise MeshwrightError(
+        raise ClusterError(
             f" needs {shown(size * stride)} ranks",
             place=f"group of size {shown(size)}, stride {shown(stride)}",
             legal=f"on {cluster.name!r}: size and stride from 1, size * stride up to "

@@ -19,7 +19,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from meshwright.costmodel.precisions import FP32
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 FUSED = "_fused"
 DTENSOR_ISSUES = 3.0  # of an operator on distributed tensors, beside one on plain ones (20, 7 us)
@@ -95,7 +95,7 @@ def optimizer_named(name: str, kept_bytes: int = FP32) -> Optimizer:
     except (KeyError, TypeError):  # unknown, or no name at all
         way_out = "name the one with as many moments as yours, which may be any torch optimizer"
         legal = sorted(OPTIMIZERS)
-        raise MeshwrightError.refused("optimizer", name, legal=legal, way_out=way_out) from None
+        raise ArgumentError.refused("optimizer", name, legal=legal, way_out=way_out) from None
 
 
 def fused(name: str) -> str:

@@ -52,12 +52,12 @@ from meshwright.costmodel.sharding import (
     Placement,
     R,
     Run,
+    ShardingError,
     Strategy,
     stays_with_experts,
     transition,
 )
 from meshwright.profiles.cluster import Device
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.steps import BACKWARD, FORWARD, HOST
 
 # --- resharding -----------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Pricer(ReshardPricer):
     def _move(self, move: Move) -> Priced:
         if moved := self.moved(move.value, move.source, move.target, once=move.once):
             return moved
-        raise MeshwrightError(
+        raise ShardingError(
             "no re-shard exists between the states the plan gives it",
             place=f"value {move.value}",
             legal="states with a re-shard between them",

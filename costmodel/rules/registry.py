@@ -340,7 +340,12 @@ RULES: dict[str, Rule] = {
 
 
 class RuleError(MeshwrightError):
-    """A rule that can't be, or that does not hold."""
+    """A rule of an operator that can't be read, or that does not hold."""
+
+    CODE = "MW205"
+    PLACE = "rule"
+    LEGAL = "a rule of the language, which holds for the operator on parts of its operands"
+    WAY_OUT = "correct the rule, or leave the operator without one: it is then not split"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,4 +27,10 @@ from meshwright.costmodel.schedules.simulate import (
     simulate,
     step_times,
 )
-from meshwright.costmodel.schedules.table import SCHEDULES, Pipeline, Schedule, stages_of_devices
+from meshwright.costmodel.schedules.table import (
+    SCHEDULES,
+    Pipeline,
+    Schedule,
+    ScheduleError,
+    stages_of_devices,
+)

@@ -20,8 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.table import Pipeline, compute_orders
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.costmodel.schedules.table import Pipeline, ScheduleError, compute_orders
 
 _SYMBOLS = {
     Action.FORWARD: "F",
@@ -37,14 +36,6 @@ _SYMBOLS = {
 SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
 FORWARD_MESSAGES = (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
-
-
-class ScheduleError(MeshwrightError):
-    """Streams, times or a stage graph that are no pipeline."""
-
-    PLACE = "pipeline schedule"
-    LEGAL = "streams that compute each stage once and receive what is sent, with times for each"
-    WAY_OUT = "take a schedule of SCHEDULES, or mend the streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

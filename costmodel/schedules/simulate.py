@@ -89,7 +89,7 @@ from meshwright.costmodel.schedules.table import (
     Schedule,
     compute_orders,
 )
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import shown
 
 T = TypeVar("T", float, Floats)
 _COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
@@ -646,10 +646,10 @@ def register_schedule(name: str, record: Schedule) -> None:
     """
     place = "register_schedule"
     if not isinstance(name, str) or not name.isidentifier() or name in SCHEDULES:
-        raise MeshwrightError.refused(f"{place}: name", name, legal="a new identifier")
+        raise ScheduleError.refused(f"{place}: name", name, legal="a new identifier")
     if not isinstance(record, Schedule):
         what = f" is {shown(record)}"
-        raise MeshwrightError(what, place=f"{place}: record", legal="a meshwright.Schedule")
+        raise ScheduleError(what, place=f"{place}: record", legal="a meshwright.Schedule")
     _TABLE[name] = record
     try:
         for p, m in TRIED:
@@ -657,7 +657,7 @@ def register_schedule(name: str, record: Schedule) -> None:
                 _check_streams(Pipeline(name, p * (record.stages_per_device or 2), m, p))
     except Exception as error:  # whatever its functions do
         del _TABLE[name]
-        raise MeshwrightError(
+        raise ScheduleError(
             f": {type(error).__name__}: {error}",
             place=f"{place}: {name}",
             legal="a record whose orders run every micro-batch on each stage once",

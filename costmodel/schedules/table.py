@@ -44,6 +44,15 @@ Stages: TypeAlias = tuple[int, ...]
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
+class ScheduleError(MeshwrightError):
+    """A schedule, or its stages, devices and micro-batches, that is no pipeline."""
+
+    CODE = "MW206"
+    PLACE = "pipeline schedule"
+    LEGAL = "streams that compute each stage once and receive what is sent, with times for each"
+    WAY_OUT = "take a schedule of SCHEDULES, or mend the streams"
+
+
 # --- placements ---
 
 
@@ -245,14 +254,14 @@ def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[
     """The stages each device owns, in the order of the data. Raises ValueError for an unknown
     schedule, a count below 1, or counts that the schedule cannot place."""
     if name not in SCHEDULES:
-        raise MeshwrightError.refused("schedule", name, legal=SCHEDULES)
+        raise ScheduleError.refused("schedule", name, legal=SCHEDULES)
     schedule = SCHEDULES[name]
     legal = schedule.stages_per_device
     check_count("num_stages", num_stages)
     check_count("num_devices", num_devices)
     if num_stages % num_devices or legal not in (None, num_stages // num_devices):
         number = "a whole number of" if legal is None else str(legal)
-        raise MeshwrightError(
+        raise ScheduleError(
             f"={name!r} places {number} stages on each device, which num_stages={num_stages} "
             f"on num_devices={num_devices} are not",
             place="schedule",
@@ -260,7 +269,7 @@ def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[
             way_out="change one of the two",
         )
     if num_devices % schedule.copies:
-        raise MeshwrightError(
+        raise ScheduleError(
             f"={name!r} runs {schedule.copies} copies of the model in opposite directions, which "
             f"{num_devices} device groups can't share",
             place="schedule",
@@ -279,7 +288,7 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     schedule = pipeline.record
     per_copy, rest = divmod(pipeline.num_microbatches, schedule.copies)
     if rest:
-        raise MeshwrightError(
+        raise ScheduleError(
             f"={pipeline.num_microbatches} with schedule={pipeline.schedule!r}: each of its "
             f"{schedule.copies} copies of the model takes as many",
             place="num_microbatches",
@@ -300,4 +309,4 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
 def check_count(argument: str, value: int) -> None:
     """Raise ValueError for a count below 1."""
     if value < 1:
-        raise MeshwrightError.refused(argument, value, legal="a whole number, 1 or more")
+        raise ScheduleError.refused(argument, value, legal="a whole number, 1 or more")

@@ -50,6 +50,7 @@ from meshwright.costmodel.sharding.strategies import (
     P,
     Placement,
     R,
+    ShardingError,
     Strategy,
     can_hold,
     divides,

@@ -21,13 +21,14 @@ from meshwright.costmodel.sharding.strategies import (
     RP,
     Placement,
     R,
+    ShardingError,
     Strategy,
     indivisible,
     least_communication,
     splitting_degrees,
     strategies,
 )
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import shown
 
 FOLLOW = "follow"
 
@@ -146,7 +147,7 @@ class BlockLayouts:
                 return option
         legal = [o.name for o in options]
         near = difflib.get_close_matches(name, legal, n=1)
-        raise MeshwrightError(
+        raise ShardingError(
             f"not possible with tp={self.degree}{self._refused(op, factor.split('.')[0])}",
             place=f"sharding {shown(name)} of {op.key}",
             legal=legal,

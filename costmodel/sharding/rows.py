@@ -26,8 +26,8 @@ from typing import Any, Literal
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument, map_refs
 from meshwright.costmodel.memo import Memo
+from meshwright.costmodel.schedules import ScheduleError
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
-from meshwright.profiles.inputs import MeshwrightError
 
 TotalKind = Literal["sum", "mean", "max", "min"]
 # reductions of raw inputs that are put together from those of micro-batches
@@ -425,7 +425,7 @@ def with_numbers_of(graph: Graph, full: Graph) -> Graph:
     ValueError where the two are of other operators."""
     old, new = map(_beside_sizes, (graph, full))
     if [op.target for op in old] != [op.target for op in new]:
-        raise MeshwrightError(
+        raise ScheduleError(
             f"the model runs other operators on {graph.batch_size} rows than on {full.batch_size}, "
             "so that what it makes of their number can't be told",
             place="num_microbatches",

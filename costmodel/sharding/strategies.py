@@ -27,6 +27,15 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.profiles.inputs import MeshwrightError
 
 
+class ShardingError(MeshwrightError):
+    """A sharding that an operator or a tensor can't have."""
+
+    CODE = "MW207"
+    PLACE = "a sharding of a plan, or of an override"
+    LEGAL = "the decisions that the message lists for the operator"
+    WAY_OUT = "name one of them, or leave it free"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
     """State of a tensor on one mesh axis. For `S`, dim `dim` is seen as (split, n, rest) and n is
@@ -47,7 +56,7 @@ class Placement:
         """`R`, `P`, `Rp`, `S(dim)` or `S(dim/parts)`."""
         match = re.fullmatch(r"(R|P|Rp)|S\((\d+)(?:/(\d+))?\)", text.strip())
         if not match:
-            raise MeshwrightError(
+            raise ShardingError(
                 " can't be read",
                 place=f"placement {text!r:.80}",
                 legal="R, P, S(dim) or S(dim/parts)",

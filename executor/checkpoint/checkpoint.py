@@ -73,7 +73,7 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime import RankState, Runtime, group_of
 from meshwright.executor.stages import follow
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, shown
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class _Targets:
 
 def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
     if not isinstance(extra, Mapping):
-        raise MeshwrightError(
+        raise ArgumentError(
             f" is a {type(extra).__name__}, {shown(extra)}",
             place="extra",
             legal="a dict of objects with state_dict() and load_state_dict(), or None",
@@ -118,7 +118,7 @@ def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
         )
     for name, x in extra.items():
         if not hasattr(x, verb):
-            raise MeshwrightError(
+            raise ArgumentError(
                 f" is of type {type(x).__name__}, which has no {verb}()",
                 place=f"extra[{name!r}]",
                 legal="objects with state_dict() and load_state_dict(), such as schedulers",

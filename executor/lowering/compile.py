@@ -26,7 +26,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
 from meshwright.executor.errors import StateError
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 DEFAULT = "inductor"
 # duplicates: an argument given twice; the rest as their names say
@@ -46,7 +46,7 @@ def backend_of(compile: Any, device_type: str | None = None) -> str | None:
         backend = compile
         legal = torch.compiler.list_backends(exclude_tags=())
         if backend not in legal:
-            raise MeshwrightError.refused(
+            raise ArgumentError.refused(
                 "compile",
                 compile,
                 legal=f"True, False, or a backend of torch.compile: {', '.join(legal)}",

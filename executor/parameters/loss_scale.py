@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
+from meshwright.executor.errors import StateDictError
 from meshwright.executor.host_values import read
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place, all_gather_object, gloo_group
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +49,21 @@ class LossScale:
         for name in ("value", "floor"):
             number = getattr(self, name)
             if not 0 < number <= CEILING or math.frexp(number)[0] != 0.5:
-                raise MeshwrightError(
+                raise ArgumentError(
                     f"{name}={number} is no power of two up to 2**126",
                     place="loss scale",
                     legal="powers of two up to 2**126; other scales would round the gradients",
                     way_out="take e.g. 65536.0",
                 )
         if self.value < self.floor:
-            raise MeshwrightError(
+            raise ArgumentError(
                 f"value={self.value} is below floor={self.floor}",
                 place="loss scale",
                 legal=f"{self.floor} or more",
                 way_out="start at the floor or above",
             )
         if self.growth_interval < 1:
-            raise MeshwrightError(
+            raise ArgumentError(
                 f"growth_interval={self.growth_interval} must be at least 1 step",
                 place="loss scale",
                 legal="1 or more",
@@ -85,7 +86,7 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Raises ValueError for a missing or illegal entry."""
         if missing := sorted({"value", "finite_steps"} - set(state)):
-            raise MeshwrightError(
+            raise StateDictError(
                 f"the state lacks {missing}; it has {sorted(state)}",
                 place="loss scale",
                 legal="what state_dict() returned",

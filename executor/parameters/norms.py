@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
 from meshwright.executor.ranks import Place
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, shown
 from meshwright.profiles.inputs.limits import is_number
 
 ROW = 4096  # elements
@@ -53,7 +53,7 @@ def norm_share(
     `gradients` are local tensors of the shape of `stored`. Raises ValueError unless norm_type > 0.
     """
     if not (_is_norm(norm_type) and norm_type > 0):
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={shown(norm_type)}: a norm needs norm_type > 0",
             place="norm_type",
             legal="numbers above 0",
@@ -113,7 +113,7 @@ def clip_(
     negative or NaN.
     """
     if not (_is_norm(max_norm) and max_norm >= 0):
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={shown(max_norm)}: gradients are scaled down to a norm >= 0",
             place="max_norm",
             legal="numbers from 0",

@@ -34,8 +34,9 @@ POLL_S = 0.05
 
 
 class StartError(StateError):
-    """Why the ranks do not come together: one line, which needs no traceback."""
+    """Ranks that do not come together; one line says why, without a traceback."""
 
+    CODE = "MW302"
     PLACE = "environment of the ranks"
     LEGAL = "what torchrun sets, on hosts that reach each other"
     WAY_OUT = "launch with torchrun; each rank's own output says why it is not there"

@@ -35,7 +35,6 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import background, joining
 from meshwright.executor.ranks.joining import StartError
 from meshwright.executor.ranks.watchdog import FIRST_STEP_FACTOR, Watchdog, progress, say
-from meshwright.profiles.inputs import MeshwrightError
 
 T = TypeVar("T")
 
@@ -99,7 +98,7 @@ def timeout_s() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise MeshwrightError(
+        raise StartError(
             f"={text!r:.80}",
             place=TIMEOUT_VARIABLE,
             legal="seconds, more than 0",
@@ -264,7 +263,7 @@ def _end(error: BaseException) -> NoReturn:
     if _watchdog is not None:
         _watchdog.report(error)
     elif isinstance(error, StartError):
-        say(f"{name} failed: {error}")
+        say(f"{name} failed: {error.with_code()}")
     else:  # the process group is the user's own
         say(f"{name} failed: {''.join(traceback.format_exception(error))}")
     code = error.code if isinstance(error, SystemExit) else 1

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import StateDictError, StateError
 from meshwright.executor.parameters import local_of
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, shown
 from meshwright.profiles.inputs.limits import is_number
 
 
@@ -34,7 +34,7 @@ class Ema:
     def __init__(self, model: HasParameters, decay: float = 0.999) -> None:
         """Averages begin as the weights are. Raises ValueError for a decay out of [0, 1)."""
         if not is_number(decay) or not 0 <= decay < 1:
-            raise MeshwrightError.refused("Ema: decay", decay, legal="a number from 0 to below 1")
+            raise ArgumentError.refused("Ema: decay", decay, legal="a number from 0 to below 1")
         self.decay = decay
         self._model = model
         self._averages = {fqn: p.detach().clone() for fqn, p in self._trained().items()}
@@ -94,7 +94,7 @@ class Ema:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take averages over. Raises ValueError for other names or shapes."""
         if differing := sorted(self._averages.keys() ^ state.keys()):
-            raise MeshwrightError(
+            raise StateDictError(
                 f" has other names, e.g. {shown(differing[:3])}",
                 place="Ema: state",
                 legal="the names of the parameters that are trained",

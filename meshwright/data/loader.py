@@ -27,8 +27,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from meshwright.data import loader_arguments
+from meshwright.data.loader_arguments import DataError
+from meshwright.executor.errors import StateDictError
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import shown
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running import DataParallel, Steps
 
@@ -61,7 +63,7 @@ class DataLoader:
         self.epoch = 0
         self.position = 0  # batches of the epoch that were handed out
         if not self.order.batches(0):
-            raise MeshwrightError(
+            raise DataError(
                 f" has {order.size} samples, less than a batch of {order.rows}",
                 place="data_loader: dataset",
                 legal=f"{order.rows} samples (the plan's global_batch_size) or more with drop_last",
@@ -128,7 +130,7 @@ class DataLoader:
         batches, size = self.order.batches(self.epoch), self.share.size
         uneven = {len(b.samples) for b in batches if len(b.samples) % size or b.rows % size}
         if uneven and (self.share.filling is None or any(b.rows % size for b in batches)):
-            raise MeshwrightError(
+            raise DataError(
                 f" makes a batch of {min(uneven)} rows, which {size} data-parallel ranks can't "
                 "share out",
                 place="data_loader: dataset",
@@ -180,7 +182,7 @@ class DataLoader:
 
     def _check_same(self, what: str, saved: Any, here: Any) -> None:
         if saved != here:
-            raise MeshwrightError(
+            raise StateDictError(
                 f" was saved with {what}: {saved}; here it is {here}",
                 place="data_loader: state",
                 legal="the dataset and the batches that it was saved with",
@@ -224,7 +226,7 @@ def data_loader(
     can't be shared out.
     """
     if not isinstance(result, Steps):
-        raise MeshwrightError.refused(
+        raise DataError.refused(
             "data_loader: result",
             result,
             legal="the model that auto_parallelize returned",
@@ -251,7 +253,7 @@ def data_loader(
         checked = loader_arguments.checked_lengths(lengths, size)
         filled = Buckets(lengths=checked, to=to, tokens=tokens_per_batch)
     elif tokens_per_batch is not None or lengths is not None:
-        raise MeshwrightError(
+        raise DataError(
             " is given without buckets",
             place="data_loader: lengths or tokens_per_batch",
             legal="with buckets=(length, ...)",
@@ -288,7 +290,7 @@ def _size(dataset: Any) -> int:
         ) from error
     sizes = all_gather_object(gloo_group(), size) if launch.world_size() > 1 else [size]
     if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
-        raise MeshwrightError(
+        raise DataError(
             f" is of type {type(dataset).__name__}, without len() or samples by number",
             place="data_loader: dataset",
             legal="a dataset with __len__ and __getitem__",
@@ -303,7 +305,7 @@ def _size(dataset: Any) -> int:
             way_out="iterate over the data yourself, and feed train_step",
         )
     if len({*sizes}) > 1:
-        raise MeshwrightError(
+        raise DataError(
             f" has {sizes} samples on the ranks",
             place="data_loader: dataset",
             legal="the same dataset on every rank, whole: each loads its own rows of it",
@@ -429,7 +431,7 @@ class Buckets:
         loader_arguments.checked_buckets(self.to)
         longer = sum(n > self.to[-1] for n in self.lengths)
         if longer:
-            raise MeshwrightError(
+            raise DataError(
                 f": {longer} of {len(self.lengths)} samples are longer than {self.to[-1]}, the "
                 f"longest {max(self.lengths)}",
                 place="data_loader: buckets",
@@ -437,7 +439,7 @@ class Buckets:
                 way_out="add one, or cut or leave out the longer samples",
             )
         if self.tokens is not None and self.tokens < self.to[-1]:
-            raise MeshwrightError(
+            raise DataError(
                 f"={self.tokens!r:.40}: less than a row of {self.to[-1]}",
                 place="data_loader: tokens_per_batch",
                 legal=f"{self.to[-1]} or more",

@@ -24,6 +24,7 @@ MAX_WORKERS = 1024
 class DataError(MeshwrightError):
     """Samples or options of a loader that can't be used."""
 
+    CODE = "MW305"
     PLACE = "data_loader"
     LEGAL = "samples of tensors, numbers, dicts and lists of them, alike but for their values"
     WAY_OUT = "give collate_fn=, which makes a batch of a list of samples"

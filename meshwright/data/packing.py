@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from meshwright.data.loader_arguments import DataError
+from meshwright.executor.errors import StateDictError
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_COUNT, MAX_ROWS
 
@@ -55,7 +57,7 @@ class Packing:
         """The batch of these documents, best fit first by decreasing length. Raises MeshwrightError
         for what is no document, and where they take more than `rows` rows."""
         if not isinstance(documents, Sequence) or isinstance(documents, str | bytes):
-            raise MeshwrightError(
+            raise DataError(
                 f" are a {type(documents).__name__}",
                 place="packed: documents",
                 legal="a list of documents",
@@ -64,14 +66,14 @@ class Packing:
         pieces = [piece for document in documents for piece in self.pieces(document)]
         rows = arranged([len(piece) for piece in pieces], self.length)
         if not rows:
-            raise MeshwrightError(
+            raise DataError(
                 f"{len(documents)} documents without a token",
                 place="packed",
                 legal="batches of at least one token",
                 way_out="leave empty documents out",
             )
         if self.rows is not None and len(rows) > self.rows:
-            raise MeshwrightError(
+            raise DataError(
                 f"{len(documents)} documents of {sum(map(len, pieces))} tokens take {len(rows)} "
                 f"rows of {self.length}",
                 place="packed",
@@ -145,9 +147,9 @@ def packed(
         value = options.get(name, least)
         if type(value) is not int or not least <= value <= MAX_ROWS:
             legal = f"integers from {least} to {MAX_ROWS}"
-            raise MeshwrightError(f"= {shown(value)}", place=name, legal=legal)
+            raise DataError(f"= {shown(value)}", place=name, legal=legal)
     if attention not in get_args(Attention):
-        raise MeshwrightError(f"= {shown(attention)}", place="attention", legal=get_args(Attention))
+        raise DataError(f"= {shown(attention)}", place="attention", legal=get_args(Attention))
     return Packing(length=length, rows=rows, attention=attention, pad_token_id=pad_token_id)
 
 
@@ -183,13 +185,13 @@ class PackedStream:
     def __init__(self, packing: Packing, documents: Any) -> None:
         """Raises MeshwrightError without `rows`, and for what can't be read again."""
         if packing.rows is None:
-            raise MeshwrightError(
+            raise DataError(
                 "= None", place="rows", legal="the rows of a batch", way_out="packed(..., rows=8)"
             )
         once = isinstance(documents, Iterator | Mapping | str | bytes | type)
         once = once or getattr(documents, "ndim", 1) == 0  # a number
         if once or not (isinstance(documents, Iterable) or _is_indexed(documents)):
-            raise MeshwrightError(
+            raise DataError(
                 f" are a {type(documents).__name__}",
                 place="documents",
                 legal="what can be read again: a list, a data set, an object with __iter__",
@@ -226,7 +228,7 @@ class PackedStream:
             or set(state) != set(STATE)
             or any(type(x) is not int or not 0 <= x <= MAX_COUNT for x in state.values())
         ):
-            raise MeshwrightError(
+            raise StateDictError(
                 f" is {shown(state)}",
                 place="state of a packed stream",
                 legal=f"counts of {' and '.join(STATE)}",
@@ -275,7 +277,7 @@ class PackedStream:
 
     @staticmethod
     def _fewer(wanted: int, there: int) -> MeshwrightError:
-        return MeshwrightError(
+        return StateDictError(
             f" is of {wanted} documents, and there are {there}",
             place="state of a packed stream",
             legal="states of these documents",
@@ -295,7 +297,7 @@ def _tokens(document: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return ids, ids
     unknown = sorted(set(map(str, document)) - set(ENTRIES))
     if unknown or document.get("input_ids") is None:
-        raise MeshwrightError(
+        raise DataError(
             f" has the entries {shown(sorted(map(str, document)))}",
             place="document",
             legal="input_ids, and perhaps labels and attention_mask",
@@ -309,7 +311,7 @@ def _tokens(document: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids = entries["input_ids"]
     for name, entry in entries.items():
         if len(entry) != len(ids):
-            raise MeshwrightError(
+            raise DataError(
                 f" has {len(entry)} tokens",
                 place=f"document[{name!r}]",
                 legal=f"as many as input_ids, {len(ids)}",
@@ -331,7 +333,7 @@ def _integers(tokens: Any, place: str) -> torch.Tensor:
 
 
 def _no_tokens(what: str, place: str) -> MeshwrightError:
-    return MeshwrightError(
+    return DataError(
         f" is {what}",
         place=place,
         legal="a list or a 1-D tensor of integers",

@@ -10,7 +10,7 @@ from meshwright.costmodel.precisions import NARROW, PRECISIONS, SIDE
 from meshwright.costmodel.rules import is_narrow
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.steps import NO_CORRECTIONS
 
 
@@ -20,7 +20,7 @@ def check_units(precision: str, cluster: Cluster) -> None:
     if not narrow or device.kind == "cpu" or narrow in device.peak_flops:
         return
     devices = (n for n in catalog_names() if f"peak_flops.{narrow}" in read_entry(n).quantities)
-    raise MeshwrightError(
+    raise ArgumentError(
         f"={precision!r}: {device.name} has no units for {NARROW[narrow]}-bit floats",
         place="precision",
         legal=f"bf16, fp16 or fp32; {precision} on {', '.join(devices)}",
@@ -33,7 +33,7 @@ def check_products(problem: Problem) -> Problem:
     graph, narrow = problem.graph, PRECISIONS[problem.precision].narrow
     if not narrow or any(is_narrow(graph, op) for op in graph.ops):
         return problem
-    raise MeshwrightError(
+    raise ArgumentError(
         f"={problem.precision!r}: no product of the model would be in {NARROW[narrow]} bits",
         place="precision",
         legal=(

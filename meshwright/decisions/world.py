@@ -10,7 +10,7 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch
 from meshwright.planner.plan import Plan, PlanError, check_runs
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ClusterError
 
 _PLANNING = threading.RLock()
 
@@ -38,7 +38,7 @@ def one_at_a_time() -> Iterator[None]:
 def check_world(cluster: Cluster, world: int | None) -> None:
     """Raise unless the running ranks (None: no process group) are the cluster's devices."""
     if world is not None and world != cluster.num_devices:
-        raise MeshwrightError(
+        raise ClusterError(
             f" {cluster.name!r} has {cluster.num_devices} devices, but {world} ranks are running",
             place="cluster",
             legal=f"{world} devices",

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.data.loader_arguments import DataError
 from meshwright.executor.ranks import launch
+from meshwright.hf.training_arguments import TrainerError
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.training import RunEvent
@@ -88,7 +89,7 @@ def checked_overrides(kind: type, base: type) -> set[str]:
         if callable(x) or isinstance(x, staticmethod | classmethod | property)
     } - {"__init__"}
     for name in sorted(names & INSTEAD.keys()):
-        raise MeshwrightError(
+        raise TrainerError(
             " is overridden, and is never called: a step here is one call, as planned",
             place=f"{kind.__name__}.{name}",
             legal=", ".join(sorted(HONOURED)),
@@ -130,7 +131,7 @@ def loss_of(outputs: Any) -> Any:
     """transformers' own loss: of a mapping its `loss`, else the first output."""
     if isinstance(outputs, Mapping):
         if outputs.get("loss") is None:
-            raise MeshwrightError(
+            raise TrainerError(
                 f" returned {sorted(outputs)}, without a loss",
                 place="Trainer.compute_loss: the model",
                 legal="outputs with a loss",
@@ -222,7 +223,7 @@ class Callbacks:
         else:
             self._call("on_train_end")
         if self.control.should_epoch_stop:
-            raise MeshwrightError(
+            raise TrainerError(
                 " sets should_epoch_stop, and batches here have an order of their own",
                 place="Trainer: callbacks",
                 legal=", ".join(ASKS),
@@ -244,7 +245,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
             raise _refused(f" has {shown(callback)}")
         for name in INSIDE:
             if getattr(type(callback), name) is not getattr(TrainerCallback, name):
-                raise MeshwrightError(
+                raise TrainerError(
                     f" acts in {name}, inside of a step, which is one call here",
                     place=f"Trainer: callbacks: {type(callback).__name__}",
                     legal="the events around a step: on_step_begin, on_step_end, on_log, ...",
@@ -255,7 +256,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
 
 
 def _refused(what: str) -> MeshwrightError:
-    return MeshwrightError(
+    return TrainerError(
         what,
         place="Trainer: callbacks",
         legal="a list of transformers.TrainerCallback",

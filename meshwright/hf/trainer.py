@@ -38,11 +38,11 @@ from meshwright.hf.theirs import (
     numpy_of,
     predictions,
 )
+from meshwright.hf.training_arguments import TrainerError
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
 from meshwright.planner.overrides import Overrides, making_logits
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training import Fitted, fit
 
 NEVER = 2**30  # steps between evaluations that callbacks alone ask for
@@ -87,7 +87,7 @@ class Trainer:
         training_arguments.check_options(planning)
         training_arguments.check_arguments(args)
         if not isinstance(model, nn.Module):
-            raise MeshwrightError.refused(
+            raise TrainerError.refused(
                 "Trainer: model", model, legal="a module", way_out="Trainer(model, args, ...)"
             )
         self._overridden = checked_overrides(type(self), Trainer)
@@ -214,7 +214,7 @@ class Trainer:
                 scheduler_specific_kwargs=args.lr_scheduler_kwargs,
             )
         except (TypeError, ValueError) as error:
-            raise MeshwrightError(
+            raise TrainerError(
                 f": {error}",
                 place="TrainingArguments: lr_scheduler_type, lr_scheduler_kwargs",
                 legal="what transformers.get_scheduler takes",
@@ -346,7 +346,7 @@ class Trainer:
             if name == "tensorboard":
                 loggers.append(TensorBoardLogger(Path(self.args.output_dir) / "runs"))
             elif name != "none":
-                raise MeshwrightError(
+                raise TrainerError(
                     f" names {name!r}",
                     place="TrainingArguments: report_to",
                     legal="none, tensorboard",
@@ -373,7 +373,7 @@ def _check_resume(resume: Any, args: Any) -> None:
     asked = args.resume_from_checkpoint if resume is None else resume
     saves = args.save_strategy.value != "no"
     if asked and (not saves or not isinstance(asked, bool)):
-        raise MeshwrightError(
+        raise TrainerError(
             f"={asked!r:.80}, with save_strategy {args.save_strategy.value!r}",
             place="Trainer.train: resume_from_checkpoint",
             legal="True, which means the newest in output_dir, where it is saved to",
@@ -390,7 +390,7 @@ def _samples(dataset: Any, what: str) -> Any:
         size = None
     apart = isinstance(dataset, Mapping | str | bytes | type)
     if size is None or not hasattr(dataset, "__getitem__") or apart:
-        raise MeshwrightError(
+        raise TrainerError(
             f" is a {type(dataset).__name__}",
             place=f"Trainer: {what}",
             legal="a dataset with len() and samples by number, or a list of samples",
@@ -398,7 +398,7 @@ def _samples(dataset: Any, what: str) -> Any:
             "streamed go to fit",
         )
     if not size:
-        raise MeshwrightError(
+        raise TrainerError(
             " is empty", place=f"Trainer: {what}", legal="one sample at least", way_out="give some"
         )
     if not isinstance(dataset, list):
@@ -411,7 +411,7 @@ def _check_evaluation(args: Any, eval_dataset: Any) -> None:
     """Raise ValueError where evaluations are asked for, of nothing."""
     asked = training_arguments.chosen(args, "eval_strategy")
     if asked != "no" and eval_dataset is None:
-        raise MeshwrightError(
+        raise TrainerError(
             f"={asked!r}, without an eval_dataset",
             place="TrainingArguments: eval_strategy",
             legal='"no", or with an eval_dataset',
@@ -466,7 +466,7 @@ def _function(options: dict[str, Any], name: str) -> Callable[..., Any] | None:
     """Take a function out of the options. Raises ValueError for what is none."""
     function = options.pop(name, None)
     if function is not None and not callable(function):
-        raise MeshwrightError.refused(
+        raise TrainerError.refused(
             f"Trainer: {name}", function, legal="a function, or None", way_out="leave it out"
         )
     return function  # type: ignore[no-any-return]
@@ -483,7 +483,7 @@ def _loggers(loggers: Any) -> list[MetricsLogger]:
     """Raise ValueError for what is no list of functions."""
     if isinstance(loggers, list | tuple) and all(map(callable, loggers)):
         return list(loggers)
-    raise MeshwrightError.refused(
+    raise TrainerError.refused(
         "Trainer: loggers",
         loggers,
         legal="a list of functions of a mapping of numbers",

@@ -19,6 +19,16 @@ from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
 
 log = logging.getLogger(__name__)
 
+
+class TrainerError(MeshwrightError):
+    """An argument, a callback or a subclass of the Trainer that it does not go by."""
+
+    CODE = "MW307"
+    PLACE = "Trainer, or its TrainingArguments"
+    LEGAL = "what docs/training.md says the Trainer takes, others at their defaults"
+    WAY_OUT = "leave it out, or call auto_parallelize and fit"
+
+
 TAKEN = frozenset(
     (
         *("output_dir", "resume_from_checkpoint", "seed", "data_seed", "use_cpu"),
@@ -117,7 +127,7 @@ def check_arguments(args: Any) -> None:
     """Raise ValueError for what are no TrainingArguments, for those that are set and that this
     Trainer doesn't do, and for values that can't be; warn about those without effect."""
     if isinstance(args, type) or not hasattr(args, "per_device_train_batch_size"):
-        raise MeshwrightError(
+        raise TrainerError(
             f" is {shown(args)}",
             place="Trainer: args",
             legal="transformers.TrainingArguments",
@@ -136,7 +146,7 @@ def check_arguments(args: Any) -> None:
             warnings.setdefault(SAID[name], []).append(name)
         if name in WITHOUT_EFFECT or dataclasses.is_dataclass(value) or name.startswith("_"):
             continue
-        raise MeshwrightError(
+        raise TrainerError(
             f"={value!r:.80} is not done by this Trainer",
             place=f"TrainingArguments: {name}",
             legal=f"{default!r:.40}, its default",
@@ -153,7 +163,7 @@ def _check_values(args: Any) -> None:
             value = getattr(args, name, None)
             if value is not None and not right(value):
                 place, way_out = f"TrainingArguments: {name}", "leave it out for the default"
-                raise MeshwrightError.refused(place, value, legal=legal, way_out=way_out)
+                raise TrainerError.refused(place, value, legal=legal, way_out=way_out)
 
 
 def _check_choices(args: Any) -> None:
@@ -168,9 +178,9 @@ def _check_choices(args: Any) -> None:
         value = chosen(args, name)
         if value is not None and value not in legal:
             place = f"TrainingArguments: {name}"
-            raise MeshwrightError.refused(place, value, legal=legal, way_out=way_out)
+            raise TrainerError.refused(place, value, legal=legal, way_out=way_out)
     if chosen(args, "lr_scheduler_type") == PLATEAU:
-        raise MeshwrightError(
+        raise TrainerError(
             f"={PLATEAU!r}, which is stepped by evaluations",
             place="TrainingArguments: lr_scheduler_type",
             legal="schedules of the step alone",
@@ -182,7 +192,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of transformers' Trainer that this one doesn't have."""
     for name, instead in OF_THEIRS.items():
         if name in options:
-            raise MeshwrightError(
+            raise TrainerError(
                 " is an argument of transformers' Trainer, not of this one",
                 place=f"Trainer: {name}",
                 legal="what Trainer, auto_parallelize and (optimizer, schedule) fit take",

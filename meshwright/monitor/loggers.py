@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.profiles.inputs import MeshwrightError, NotInstalledError, checked_path, shown
+from meshwright.profiles.inputs import ArgumentError, NotInstalledError, checked_path, shown
 
 Metrics = Mapping[str, float]
 
@@ -28,7 +28,7 @@ def logger_for(to: MetricsLogger | str | Path) -> MetricsLogger:
             return JsonLinesLogger(to)
     elif callable(to):
         return to
-    raise MeshwrightError(
+    raise ArgumentError(
         f" is {shown(to)}",
         place="log_to: logger",
         legal="a path that ends in .jsonl, or a function of a mapping of numbers",

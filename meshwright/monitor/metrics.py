@@ -35,7 +35,7 @@ from meshwright.monitor.batch_size import BatchSize
 from meshwright.monitor.loggers import Metrics, MetricsLogger
 from meshwright.planner.plan import seconds, slower
 from meshwright.planner.report import Report
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Monitor:
         """Hand every so manyth step's metrics to a logger, when the next step or the process ends
         it. Raises ValueError for an `every` that counts no steps."""
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise MeshwrightError.refused("log_to: every", every, legal="an integer from 1")
+            raise ArgumentError.refused("log_to: every", every, legal="an integer from 1")
         if not self._loggers:
             atexit.register(self.close)
         self._loggers.append((logger, every))

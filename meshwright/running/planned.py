@@ -13,7 +13,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, one_at_a_time, why_not_here
 from meshwright.decisions.given_plan import check_memory
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import launch, progress
 from meshwright.executor.runtime import RunOptions, Runtime
 from meshwright.executor.stages import BatchShape, CheckedPlan
@@ -159,7 +159,7 @@ class OtherShapes:
             graph, factors = traced.in_microbatches(*sizes)
         self._count(graph)
         if fingerprint(graph) != plan.model:
-            raise MeshwrightError(
+            raise BatchError(
                 "for it the forward runs other operators (a branch on sizes or values, or a loop "
                 "over them), of which the plan says nothing",
                 place="batch",
@@ -178,7 +178,7 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
     """The plan for global batches of so many rows, in as many of its micro-batches as may be.
     Raises ValueError where the rows can't be shared out."""
     if rows > plan.global_batch_size:
-        raise MeshwrightError(
+        raise BatchError(
             "more rows than planned",
             place="batch",
             legal="up to the rows of global_batch_size",
@@ -186,7 +186,7 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
         )
     dp = plan.data_ranks
     if rows % dp:
-        raise MeshwrightError(
+        raise BatchError(
             f": dp={dp} does not divide {rows} rows",
             place="batch",
             legal=f"a multiple of {dp} rows",

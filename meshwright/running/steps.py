@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.memory import FUSED
 from meshwright.costmodel.operators import Problem
 from meshwright.executor.devices import Clock
+from meshwright.executor.errors import BatchError, OptimizerError
 from meshwright.executor.parameters import clip_
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import MeasuredStep, Stopwatch, timed_step
@@ -23,7 +24,7 @@ from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, Tok
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.pricing import Evaluator
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import ArgumentError, shown
 from meshwright.profiles.inputs.limits import checked_booleans, is_number
 from meshwright.running.planned import PlannedModel
 
@@ -218,7 +219,7 @@ class Steps(PlannedModel):
 def check_step(optimizer: Any, max_grad_norm: Any) -> None:
     """Raise ValueError for what steps nothing, and for a norm that is none."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise MeshwrightError(
+        raise OptimizerError(
             f" is a {type(optimizer).__name__}, {shown(optimizer)}",
             place="train_step: optimizer",
             legal="an optimizer of torch, or None",
@@ -228,7 +229,7 @@ def check_step(optimizer: Any, max_grad_norm: Any) -> None:
     if norm is None:
         return
     if optimizer is None or not (norm == math.inf or (is_number(norm) and norm >= 0)):
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={shown(norm)}" + " without an optimizer" * (optimizer is None),
             place="train_step: max_grad_norm",
             legal="a number from 0, or None, beside an optimizer",
@@ -242,7 +243,7 @@ def check_in_backward(plan: Plan, optimizer: Any, max_norm: float | None, who: s
         return
     what = "optimizer=None" if optimizer is None else f"max_grad_norm={shown(max_norm)}"
     why = "leaves" if optimizer is None else "clips by the norm of"
-    raise MeshwrightError(
+    raise OptimizerError(
         f" {why} all gradients, and the plan lets each go in the backward (optimizer_in_backward)",
         place=f"{who}: {what}",
         legal="an optimizer, and max_grad_norm=None",
@@ -258,7 +259,7 @@ def repeated(example: Any, rows: int) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if x.is_meta:
-            raise MeshwrightError(
+            raise BatchError(
                 " are on the meta device, without values",
                 place="example inputs",
                 legal="a batch with values",

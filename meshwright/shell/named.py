@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+from meshwright.profiles.inputs import FileError, MeshwrightError, UnwritableError, read_json, shown
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 
 if TYPE_CHECKING:
@@ -23,9 +23,21 @@ MISSING = "the following arguments are required: "  # argparse's words
 RETURNED = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
 
 
+class CommandError(MeshwrightError):
+    """A command line that does not say what to do."""
+
+    CODE = "MW102"
+    PLACE = "the command line"
+    LEGAL = "commands, arguments and flags that `meshwright COMMAND --help` lists"
+    WAY_OUT = "see that help"
+
+
 class UserCodeError(MeshwrightError):
     """An error in the user's code, which is the cause of this one."""
 
+    CODE = "MW311"
+    PLACE = "the module or the function of module:function"
+    LEGAL = "one that runs"
     WAY_OUT = "correct it where its traceback says"
 
 
@@ -44,9 +56,7 @@ class Parser(argparse.ArgumentParser):
             name = message.removeprefix("argument ").partition(": ")[0]
             what, _, legal = message.partition("; legal: ")
             legal = legal or usages.get(name, f"what `{self.prog} --help` lists")
-        raise MeshwrightError(
-            what, place=self.prog, legal=legal, way_out=f"see `{self.prog} --help`"
-        )
+        raise CommandError(what, place=self.prog, legal=legal, way_out=f"see `{self.prog} --help`")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Unknown flags are an error of the command that they were given to."""
@@ -54,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=3)
-            raise MeshwrightError(
+            raise CommandError(
                 f"unrecognized arguments: {' '.join(unknown)}",
                 place=self.prog,
                 legal=f"those of `{self.prog} --help`",
@@ -93,7 +103,7 @@ def no_report(*paths: str | Path) -> Iterator[None]:
     except MeshwrightError:
         raise
     except Exception as error:  # a tree of any shape raises any of them
-        raise MeshwrightError(
+        raise FileError(
             f"is no report as it was printed ({type(error).__name__}: {error!s:.200})",
             place=f"report {', '.join(shown(str(path)) for path in paths)}",
             legal="what `meshwright plan --json` printed, unchanged",
@@ -111,7 +121,7 @@ def cluster_named(text: str) -> Cluster:
         return Cluster.detect()
     name, _, count = text.partition(":")
     if count and not re.fullmatch("[0-9]{1,9}", count):
-        raise MeshwrightError(
+        raise CommandError(
             f" {shown(text)}: after the colon comes a number",
             place="--cluster",
             legal="nodes, e.g. h100-sxm:8, or processes, e.g. local:4",
@@ -129,7 +139,7 @@ def model_named(text: str) -> tuple[Any, ...]:
     module, colon, function = text.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", module) or not colon:
         legal = "module:function, e.g. my_models:gpt2"
-        raise MeshwrightError("names no function", place=place, legal=legal)
+        raise CommandError("names no function", place=place, legal=legal)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     importable = "a module that can be imported"
@@ -137,7 +147,7 @@ def model_named(text: str) -> tuple[Any, ...]:
         imported = importlib.import_module(module)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise MeshwrightError(
+            raise CommandError(
                 error,
                 place=place,
                 legal=importable,
@@ -148,7 +158,7 @@ def model_named(text: str) -> tuple[Any, ...]:
     if not callable(make):
         public = [name for name in vars(imported) if name[:1] != "_"]
         near = difflib.get_close_matches(function, public, n=3)
-        raise MeshwrightError(
+        raise CommandError(
             f"module {module!r} has no function {function!r}",
             place=place,
             legal="a function of the module",
@@ -160,7 +170,7 @@ def model_named(text: str) -> tuple[Any, ...]:
         raise _of_user(error, place, f"a function that returns {RETURNED}") from error
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         what = f"returned a {type(returned).__name__}"
-        raise MeshwrightError(what, place=place, legal=RETURNED)
+        raise CommandError(what, place=place, legal=RETURNED)
     return returned
 
 
@@ -179,7 +189,7 @@ def check_writable(flag: str, path: str | None) -> None:
     except (OSError, ValueError):  # a name that no file can have
         writable = False
     if not writable:
-        raise MeshwrightError(
+        raise UnwritableError(
             f" {shown(path)}",
             place=flag,
             legal="a file in a folder that exists",

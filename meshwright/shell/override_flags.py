@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.planner.decisions import DECISIONS, Decision, forbiddable
 from meshwright.planner.overrides import Overrides
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.shell.named import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def _merged(name: str, pairs: Sequence[tuple[str, Any]] | None) -> Any:
         return pairs[0][1]
     if "" in globs or len(set(globs)) < len(globs):
         texts = ", ".join(f"{pattern}={value}".lstrip("=") for pattern, value in pairs)
-        raise MeshwrightError(
+        raise CommandError(
             "",
             place=f"--{name.replace('_', '-')} {texts}",
             legal="one VALUE for all blocks, or GLOB=VALUE once per glob",
@@ -118,7 +118,7 @@ def _merged(name: str, pairs: Sequence[tuple[str, Any]] | None) -> Any:
 def _sharding(text: str) -> tuple[str, str]:
     pattern, equals, decision = text.rpartition("=")
     if not (equals and pattern and decision):
-        raise MeshwrightError(
+        raise CommandError(
             "no decision",
             place=f"--sharding {text!r}",
             legal="GLOB=DECISION, e.g. 'layers.*.mlp.up_proj=colwise'",

@@ -27,7 +27,7 @@ from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import divisors
 from meshwright.planner.tracing import trace
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError, read_text
+from meshwright.profiles.inputs import ArgumentError, MeasuringError, ProfileError, read_text
 from meshwright.profiles.measure import (
     COLLECTIVES,
     SIZES_BYTES,
@@ -141,7 +141,7 @@ def profile_model(
     """
     started = time.monotonic()
     if not effort.budget_s > 0 or batch < 1:
-        raise MeshwrightError(
+        raise ArgumentError(
             f" of {effort.budget_s!r} s for a batch of {batch!r}",
             place="profile: budget",
             legal="seconds above 0, rows from 1",
@@ -183,9 +183,9 @@ def profile_model(
     )
 
 
-def _too_short(budget_s: float, spent_s: float, kept: int) -> MeshwrightError:
+def _too_short(budget_s: float, spent_s: float, kept: int) -> MeasuringError:
     """The error of a budget that was over before an operator was timed."""
-    return MeshwrightError(
+    return MeasuringError(
         f" of {budget_s:g} s was over before an operator was timed: the model's trace, links and "
         f"host took {spent_s:.0f} s ({kept} timings are kept)",
         place="profile: budget",
@@ -200,7 +200,7 @@ def export_profile(cluster: Cluster, path: str | Path, store: Store | None = Non
     store = store or Store()
     stored = [store.read(d) for d in store.devices() if is_device_of(cluster, d.name)]
     if not any(known.count for known in stored):
-        raise MeshwrightError(
+        raise ProfileError(
             f"nothing to export of {device_name(cluster)!r}",
             place=f"cache {store.path}",
             legal="a device that was measured",
@@ -231,7 +231,7 @@ def import_profile(
     """
     store, place = store or Store(), Path(path)
     if place.suffix not in LOGS and (ranks, nodes, collective) != (None, None, None):
-        raise MeshwrightError(
+        raise ProfileError(
             "ranks, nodes and collective describe an nccl-tests log",
             place=place,
             legal=f"with {', '.join(LOGS)}",
@@ -244,7 +244,7 @@ def import_profile(
         store.add(measurements)
         return Imported(path=str(place), taken=measurements.count, skipped={}, sources=())
     if cluster.backend != "nccl":
-        raise MeshwrightError(
+        raise ProfileError(
             f" is of collectives of nccl, but cluster {cluster.name!r} runs {cluster.backend}",
             place=place,
             legal="a cluster that runs nccl",
@@ -257,7 +257,7 @@ def import_profile(
     timings, skipped = timings_for(rows, cluster)
     if not timings:
         reasons = "; ".join(f"{count} {why}" for why, count in skipped.items())
-        raise MeshwrightError(
+        raise ProfileError(
             f"none of {len(rows)} rows holds for cluster {cluster.name!r}"
             + f" ({reasons})" * bool(reasons),
             place=place,
@@ -274,12 +274,12 @@ def _rows_of_log(
 ) -> list[CollectiveRow]:
     """The rows of an nccl-tests log; ValueError where it names another GPU."""
     source, device = str(place), cluster.device.name
-    text = read_text(place)
+    text = read_text(place, error=ProfileError)
     ranks, nodes = world_of_log(text, ranks=ranks, nodes=nodes, source=source)
     rows = read_nccl_tests(text, ranks=ranks, nodes=nodes, source=source, collective=collective)
     gpu = rows[0].gpu
     if gpu and not is_gpu(gpu, device):
-        raise MeshwrightError(
+        raise ProfileError(
             f" is of device {gpu!r}",
             place=place,
             legal=f"device {device!r}, as the cluster has",
@@ -292,7 +292,7 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
     """The device to measure on; ValueError where this machine has not what the cluster is of."""
     kind = cluster.device.kind
     if kind == "cuda" and not torch.cuda.is_available():
-        raise MeshwrightError(
+        raise ProfileError(
             f"has {cluster.device.name!r} devices and this machine has no GPU that torch can use",
             place=f"cluster {cluster.name!r}",
             legal="clusters of the device that is here",
@@ -300,7 +300,7 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
         )
     here = DeviceId.here(kind, cores_busy(cluster))
     if not is_device_of(cluster, here.name):
-        raise MeshwrightError(
+        raise ProfileError(
             f"{cluster.name!r} is of device {cluster.device.name!r}",
             place="cluster",
             legal=f"this machine's device, {here.name!r}",

@@ -27,7 +27,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 from meshwright.running import check_in_backward
-from meshwright.training.kept import KeptCheckpoints, locked
+from meshwright.training.kept import FitError, KeptCheckpoints, locked
 from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
 SAMPLES = 2  # of the data, that a plain module is traced on
@@ -184,7 +184,7 @@ def _planned(
     if isinstance(model, ParallelModel):
         check_hosts(hosts, folder, decided=True)
         if planning is not None:
-            raise MeshwrightError(
+            raise FitError(
                 f" {shown(planning)} is given with a model that has a plan",
                 place="fit: planning",
                 legal="None",
@@ -195,7 +195,7 @@ def _planned(
     options = dict(planning or {})
     check_hosts(hosts, folder, decided="plan" in options)
     if "global_batch_size" not in options:
-        raise MeshwrightError(
+        raise FitError(
             " has no global_batch_size",
             place="fit: planning",
             legal="arguments of auto_parallelize",
@@ -218,7 +218,7 @@ def _first_samples(data: Any, loading: Mapping[str, Any]) -> Any:
     """A batch of the first samples of a dataset."""
     size = len(data) if hasattr(data, "__len__") else 0
     if size < 1:
-        raise MeshwrightError(
+        raise FitError(
             f" is a {type(data).__name__} of {size} samples",
             place="fit: data",
             legal="a dataset of global_batch_size samples or more",
@@ -231,7 +231,7 @@ def _first_samples(data: Any, loading: Mapping[str, Any]) -> Any:
 def _first(batches: Any) -> Any:
     """The first of batches that are iterated over again later."""
     if iter(batches) is batches:
-        raise MeshwrightError(
+        raise FitError(
             f" are a {type(batches).__name__}, which gives each of them once",
             place="fit: data",
             legal="a dataset, or batches that can be iterated over again",
@@ -261,7 +261,7 @@ def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
     if _is_dataset(data):
         return data_loader(data, result, **loading)
     if isinstance(data, list | tuple) and data and result.is_sample(data[0]):
-        raise MeshwrightError(
+        raise FitError(
             f" is a {type(data).__name__} of samples, which have no dim of rows",
             place="fit: data",
             legal="a list of batches, or a dataset of samples",
@@ -295,7 +295,7 @@ def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> S
         return None
     checkpoints = KeptCheckpoints(folder=folder, keep=keep)
     if not resume and (steps := checkpoints.steps()):
-        raise MeshwrightError(
+        raise FitError(
             f" holds checkpoints of {len(steps)} steps, the last {steps[-1]}, and resume=False",
             place=f"fit: folder {str(folder)!r}",
             legal="a folder without checkpoints, or resume=True",
@@ -384,7 +384,7 @@ PLANNING = tuple(inspect.signature(auto_parallelize).parameters)[1:]
 
 
 def refused(name: str, given: Any, legal: str, way_out: str) -> MeshwrightError:
-    return MeshwrightError.refused(f"fit: {name}", given, legal=legal, way_out=way_out)
+    return FitError.refused(f"fit: {name}", given, legal=legal, way_out=way_out)
 
 
 def check_counts(*, keep: Any, **counts: Any) -> None:
@@ -412,7 +412,7 @@ def counted_hosts(hosts: Any) -> tuple[int, ...]:
 def check_hosts(hosts: tuple[int, ...], folder: Path | None, *, decided: bool) -> None:
     """Raise ValueError where there is nothing to plan for other hosts, or no place to keep it."""
     if hosts and (decided or folder is None):
-        raise MeshwrightError(
+        raise FitError(
             " are given, but " + ("the plan is, too" if decided else "no folder"),
             place="fit: hosts",
             legal="with a plain module, which is planned here, and a folder that keeps its plans",
@@ -478,7 +478,7 @@ def check_made(name: str, built: Any) -> None:
     )
     if not right:
         legal = f"a function that returns {'an' if name == 'optimizer' else 'a'} {name} of torch"
-        raise MeshwrightError(
+        raise FitError(
             f" returned a {type(built).__name__}, {shown(built)}",
             place=f"fit: {name}",
             legal=legal,

@@ -28,6 +28,15 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"\.?step-(\d{1,12})(\.old)?")  # .step-<n>.old where a save was cut off
 
 
+class FitError(MeshwrightError):
+    """An argument of `fit`, or its folder, that the run can't go by."""
+
+    CODE = "MW306"
+    PLACE = "fit"
+    LEGAL = "arguments as docs/training.md has them, and a folder for each run"
+    WAY_OUT = "correct the argument, or leave it out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCheckpoints:
     """Checkpoints in a `folder`, which all ranks see, at most `keep` of them. A folder named
@@ -202,7 +211,7 @@ def _take(folder: Path, lock: FileLock) -> None:
         other = _owner(folder)
         anew = here["job"] and here["job"] == other.get("job") and here["host"] != other.get("host")
         if not anew:
-            raise MeshwrightError(
+            raise FitError(
                 f" is written to by {_words(other)}",
                 place=f"fit: folder {str(folder)!r}",
                 legal="a folder of its own for each run",

@@ -21,8 +21,8 @@ from meshwright.executor.ranks import StopRequests, all_gather_object, launch, r
 from meshwright.executor.runtime import group_of
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
-from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.training.kept import GivenOrder, KeptCheckpoints, given, say_differences
+from meshwright.profiles.inputs import shown
+from meshwright.training.kept import FitError, GivenOrder, KeptCheckpoints, given, say_differences
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def checked_asks(asks: Any) -> set[str]:
     listed = () if asks is None else asks
     if isinstance(listed, Collection) and not isinstance(listed, str) and ASKS.issuperset(listed):
         return set(listed)
-    raise MeshwrightError(
+    raise FitError(
         f" asked for {shown(asks)}",
         place="fit: watch",
         legal=f"None, or some of {', '.join(sorted(ASKS))}",

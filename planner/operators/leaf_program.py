@@ -24,15 +24,19 @@ from meshwright.profiles.inputs import MeshwrightError
 class UnseenWrite(MeshwrightError, RuntimeError):
     """A leaf writes to a buffer of which the trace knows nothing."""
 
+    CODE = "MW308"
     PLACE = "a leaf"
     LEGAL = "writes to the buffers that it wrote to when it was traced"
+    WAY_OUT = "keep what depends on data out of its buffers"
 
 
 class LostGradientError(MeshwrightError, RuntimeError):
     """A leaf whose result has no gradient where the trace saw one."""
 
+    CODE = "MW309"
     PLACE = "a leaf"
     LEGAL = "results that have gradients as when the model was traced"
+    WAY_OUT = "give a kernel its backward by a torch.autograd.Function"
 
 
 @dataclass(frozen=True, slots=True)

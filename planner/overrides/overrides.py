@@ -22,8 +22,9 @@ from meshwright.profiles.inputs.limits import MAX_TEXT
 
 
 class OverrideError(MeshwrightError):
-    """An override that can't hold: names the value, the place, the legal values and the way out."""
+    """An override that can't hold, by itself or beside another one."""
 
+    CODE = "MW208"
     PLACE = "overrides"
     LEGAL = "values that the cluster, the batch and the model allow together"
     WAY_OUT = "drop one of them, or give another value"

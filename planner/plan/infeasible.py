@@ -29,6 +29,7 @@ class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
     closest; `relaxations` that would help, those that change least first."""
 
+    CODE = "MW210"
     PLACE = "memory of the devices"
     LEGAL = "plans whose stages fit it"
     WAY_OUT = "more or larger devices, a smaller batch or model, or fewer overrides"

@@ -11,7 +11,12 @@ from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_NAMES, MAX_TEXT
 
 
 class PlanError(MeshwrightError):
-    """An illegal plan: names the value, its place, the legal ones and the way out."""
+    """A plan, or a file of one, that is illegal for the model, the batch or the cluster."""
+
+    CODE = "MW209"
+    PLACE = "plan"
+    LEGAL = "decisions that the model, the batch and the cluster allow together"
+    WAY_OUT = "correct the plan, or plan anew"
 
 
 # One spelling per number: without leading zeros, which a range would lose.

@@ -18,7 +18,7 @@ from meshwright.planner.plan import compress_names, compress_ranks, folds
 from meshwright.planner.pricing import Evaluation, Ledger, PricedStage, Work
 from meshwright.planner.report.components import Components, device_groups
 from meshwright.profiles.cluster import Cluster, catalog_names
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import is_number
 
 Row = Mapping[str, Any]
@@ -234,7 +234,7 @@ def cost_of(
     numbers = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
     for name, number in numbers.items():
         if number is not None and not (is_number(number) and number > 0):
-            raise MeshwrightError.refused(name, number, legal="a number above 0, or None")
+            raise ArgumentError.refused(name, number, legal="a number above 0, or None")
     throughput, prediction = details.throughput, details.evaluation.prediction
     row: dict[str, Any] = {"device_hours_per_step": throughput["device_hours_per_step"]}
     hourly: dict[str, float] = {}  # of a device
@@ -247,7 +247,7 @@ def cost_of(
     if tokens is None:
         return row
     if not throughput["tokens_per_s"]:
-        raise MeshwrightError(
+        raise ArgumentError(
             f"={tokens:g}: the model has no sequence that a cost could be counted in",
             place="tokens",
             legal="None",

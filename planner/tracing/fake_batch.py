@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from meshwright.planner.batch import batch_rows, input_leaves, is_number, split_batch
-from meshwright.planner.errors import TraceError
+from meshwright.planner.errors import ExampleInputsError, TraceError
 from meshwright.planner.tracing.known import KnownValues
-from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +52,13 @@ class FakeBatch:
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
-            raise MeshwrightError.refused("batch_size", batch_size, legal="an integer from 1")
+            raise ExampleInputsError.refused("batch_size", batch_size, legal="an integer from 1")
         named, spec = input_leaves(example_inputs)
         scale = rows / sample_rows
         batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale)
         for path, leaf in named:
             if isinstance(leaf, np.ndarray):
-                raise MeshwrightError(
+                raise ExampleInputsError(
                     f"{path!r} is a numpy array, which would be fixed in the plan",
                     place="example_inputs",
                     legal="tensors",
@@ -132,7 +131,7 @@ def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None)
         signature.bind(*args, **kwargs)
     except TypeError as error:
         entries = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
-        raise MeshwrightError(
+        raise ExampleInputsError(
             f" do not fit {type(model).__name__}.forward: {error}. Given: {entries}",
             place="example_inputs",
             legal=f"its parameters, {list(signature.parameters)}",

@@ -33,7 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.planner.batch import split_batch
-from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
+from meshwright.planner.errors import (
+    KeptTensors,
+    ModelError,
+    TraceError,
+    Untraceable,
+    enclosing_modules,
+)
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import context, user_module
 from meshwright.planner.tracing.convert import convert
@@ -43,7 +49,7 @@ from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import Irregular, StandIns
 from meshwright.planner.tracing.transformers import adapted
 from meshwright.planner.tracing.values import mixed_operands
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +81,7 @@ def trace(
     where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
     """
     if precision not in PRECISIONS:
-        raise MeshwrightError.refused("precision", precision, legal=PRECISIONS)
+        raise ArgumentError.refused("precision", precision, legal=PRECISIONS)
     dtype = PRECISIONS[precision].dtype
     _check_loss(loss_fn)
     FakeBatch.of(example_inputs, dtype, batch_size)
@@ -118,7 +124,7 @@ def trace(
 def _check_loss(loss_fn: Callable[..., Any] | None) -> None:
     """Raise `MeshwrightError` for a loss that would be trained itself."""
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise MeshwrightError(
+        raise ModelError(
             " has parameters of its own",
             place="loss_fn",
             legal="a function, or a module without parameters",

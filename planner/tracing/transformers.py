@@ -21,8 +21,8 @@ from unittest import mock
 from torch import Tensor, nn
 
 from meshwright.planner.batch import input_leaves
+from meshwright.planner.errors import ExampleInputsError
 from meshwright.planner.operators import combine, dispatch, grouped_linear
-from meshwright.profiles.inputs import MeshwrightError
 
 LOGGER = logging.getLogger("transformers")
 POSITIONS, MASK = "position_ids", "attention_mask"
@@ -74,7 +74,7 @@ def check_positions(model: nn.Module, batch: Any) -> None:
     if positions.dim() != 2 or positions.is_meta or not bool((positions.diff(dim=1) != 1).any()):
         return
     row = int((positions.diff(dim=1) != 1).any(1).nonzero()[0])
-    raise MeshwrightError(
+    raise ExampleInputsError(
         f" begin anew in row {row}, and there is no {MASK}: documents packed to a row, which "
         "attention over the whole row would mix",
         place=f"batch: {POSITIONS}",

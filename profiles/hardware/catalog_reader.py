@@ -20,7 +20,7 @@ from typing import Any
 
 from meshwright.profiles.hardware.curve import FULL, Curve
 from meshwright.profiles.hardware.units import UNITS
-from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+from meshwright.profiles.inputs import HardwareError, MeshwrightError, read_json, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_TEXT, MOST_NUMBER, is_number
 
 CATALOG_DIR = Path(__file__).parents[1] / "catalog"
@@ -171,7 +171,7 @@ def unknown_name(what: str, name: object, legal: Iterable[str]) -> MeshwrightErr
     names = sorted(legal)
     near = difflib.get_close_matches(str(name)[:MAX_TEXT].lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return MeshwrightError(f" {shown(name)} is unknown", place=what, legal=names, way_out=hint)
+    return HardwareError(f" {shown(name)} is unknown", place=what, legal=names, way_out=hint)
 
 
 def catalog_names() -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def _files(folders: str) -> Mapping[str, Path]:
             raise _not(folder, place, "folders of catalog files (*.json)", "make it, or unset it")
         for file in path.glob("*.json"):
             if (other := own.setdefault(file.stem, file)) is not file:
-                raise MeshwrightError(
+                raise HardwareError(
                     f" has {file.name}, and {other.parent} has it, too",
                     place=place,
                     legal="names that are new",
@@ -218,10 +218,10 @@ def device_of_driver(driver_name: str) -> str | None:
 
 def read_file(path: Path) -> Entry:
     """Parse and check one catalog file; every error names the file, the key and the legal range."""
-    data = read_json(path)
+    data = read_json(path, error=HardwareError)
     if not isinstance(data, dict):
         what = f" is a {type(data).__name__}"
-        raise MeshwrightError(what, place=path.name, legal="an object of keys")
+        raise HardwareError(what, place=path.name, legal="an object of keys")
     drivers = data.pop("driver_names", [])
     if not isinstance(drivers, list) or not all(isinstance(name, str) for name in drivers):
         raise _not(drivers, f"{path.name}: driver_names", "a list of texts")
@@ -239,7 +239,7 @@ def read_file(path: Path) -> Entry:
         hosts = {key for key in dimensions if key.startswith("host.")}
         required |= {key for key in hosts if not key.startswith("host.nvme")}
     if missing := sorted(required - set(leaves)):
-        raise MeshwrightError(
+        raise HardwareError(
             f"missing {', '.join(missing)}",
             place=path.name,
             legal=f"all of {', '.join(sorted(required))}",
@@ -264,7 +264,7 @@ def read_file(path: Path) -> Entry:
 
 def _not(value: object, place: str, legal: object, way_out: str = "") -> MeshwrightError:
     """The error of a value that can't be at its place in a file."""
-    return MeshwrightError(f" is {shown(value)}", place=place, legal=legal, way_out=way_out)
+    return HardwareError(f" is {shown(value)}", place=place, legal=legal, way_out=way_out)
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import HardwareError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER, is_number
 
 FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
@@ -39,7 +39,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         if _checked(self.points) != self.points:
-            raise MeshwrightError(
+            raise HardwareError(
                 f"points are {shown(self.points)}", place="curve", legal="a tuple of pairs (x, y)"
             )
 
@@ -123,21 +123,21 @@ def _checked(points: object) -> Points:
     """`points` as a tuple of pairs of floats, or ValueError."""
     legal = "pairs (x, y), x increasing from above 0, y finite and above 0"
     if not isinstance(points, Sequence) or isinstance(points, str) or not points:
-        raise MeshwrightError(f"points are {shown(points)}", place="curve", legal=legal)
+        raise HardwareError(f"points are {shown(points)}", place="curve", legal=legal)
     checked: list[tuple[float, float]] = []
     last_x = 0.0
     for point in points:
         if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
-            raise MeshwrightError(f" is {shown(point)}", place="curve: a point", legal=legal)
+            raise HardwareError(f" is {shown(point)}", place="curve: a point", legal=legal)
         x, y = point
         for name, number, least in (("x", x, last_x), ("y", y, 0.0)):
             finite = is_number(number) and LEAST_NUMBER <= number <= MOST_NUMBER
             if not finite or number <= least:
                 above, place = f"finite, above {least:g}", f"curve: {name}"
-                raise MeshwrightError(f" is {shown(number)}", place=place, legal=above)
+                raise HardwareError(f" is {shown(number)}", place=place, legal=above)
         if checked and math.log(x) <= math.log(last_x):
             what = f" is {shown(x)} after {last_x!r}"
-            raise MeshwrightError(what, place="curve: x", legal="further apart")
+            raise HardwareError(what, place="curve: x", legal="further apart")
         checked.append((float(x), float(y)))
         last_x = float(x)
     return tuple(checked)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.profiles.hardware.catalog_reader import unknown_name
 from meshwright.profiles.hardware.curve import FULL, Curve, as_curve
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import HardwareError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
@@ -90,12 +90,12 @@ class Device:
     def __post_init__(self) -> None:
         what = f"device {self.name!r}"
         if self.kind not in ("cuda", "cpu"):
-            raise MeshwrightError(f" is {self.kind!r}", place=f"{what}: kind", legal="cuda, cpu")
+            raise HardwareError(f" is {self.kind!r}", place=f"{what}: kind", legal="cuda, cpu")
         for dtype in self.peak_flops:
             if dtype not in DTYPES:
                 raise unknown_name(f"dtype in {what}: peak_flops", dtype, DTYPES)
         if "fp32" not in self.peak_flops:
-            raise MeshwrightError(
+            raise HardwareError(
                 "peak_flops has no fp32",
                 place=what,
                 legal="fp32, and bf16, fp16, fp8 and fp4 where the device has them",
@@ -116,7 +116,7 @@ class Device:
         check_whole(f"{what}: reserved_bytes", self.reserved_bytes, least=0)
         check_whole(f"{what}: communicator_bytes", self.communicator_bytes, least=0)
         if self.reserved_bytes >= self.memory_bytes:
-            raise MeshwrightError(
+            raise HardwareError(
                 f" is {self.reserved_bytes}",
                 place=f"{what}: reserved_bytes",
                 legal=f"below memory_bytes = {self.memory_bytes}, or nothing is left for tensors",
@@ -206,7 +206,7 @@ def check_number(what: str, value: object, *, most: float = math.inf, zero: bool
         legal = f"{LEAST_NUMBER:g} to {MOST_NUMBER:g}"
     elif (0 if zero else LEAST_NUMBER) <= value <= most:
         return
-    raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
+    raise HardwareError(f" is {shown(value)}", place=what, legal=legal)
 
 
 def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
@@ -217,11 +217,11 @@ def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
     try:
         curve = as_curve(value)
     except ValueError as error:
-        raise MeshwrightError.of(error, what) from None
+        raise HardwareError.of(error, what) from None
     if curve.largest > 1.0:
-        raise MeshwrightError(f"y reaches {curve.largest!r}", place=what, legal="above 0, up to 1")
+        raise HardwareError(f"y reaches {curve.largest!r}", place=what, legal="above 0, up to 1")
     if work and curve.steepest() > 1.0:
-        raise MeshwrightError(
+        raise HardwareError(
             f"y rises by a factor of up to x ** {curve.steepest():.3g}, so that more work takes "
             "less time",
             place=what,
@@ -236,15 +236,15 @@ def checked_tiles(what: str, value: object) -> tuple[tuple[int, int], ...]:
     else."""
     legal = "pairs of whole numbers (rows, columns), the largest area first"
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
+        raise HardwareError(f" is {shown(value)}", place=what, legal=legal)
     for tile in value:
         if not isinstance(tile, Sequence) or isinstance(tile, str) or len(tile) != 2:
-            raise MeshwrightError(f" is {shown(tile)}", place=f"{what}: a tile", legal=legal)
+            raise HardwareError(f" is {shown(tile)}", place=f"{what}: a tile", legal=legal)
         for side in tile:
             check_whole(f"{what}: a side", side)
     areas = [rows * columns for rows, columns in value]
     if areas != sorted(areas, reverse=True):
-        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
+        raise HardwareError(f" is {shown(value)}", place=what, legal=legal)
     return tuple((rows, columns) for rows, columns in value)
 
 
@@ -252,4 +252,4 @@ def check_whole(what: str, value: object, *, least: int = 1, most: int = MAX_COU
     """Raise ValueError unless `value` is a whole number, `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         legal = f"a whole number, {least} or more, up to {most}"
-        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
+        raise HardwareError(f" is {shown(value)}", place=what, legal=legal)

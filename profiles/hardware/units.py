@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import HardwareError, shown
 from meshwright.profiles.inputs.limits import MAX_TEXT
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -63,7 +63,7 @@ def in_si(text: str, dimension: str, place: str) -> float:
     legal = f"a number with a unit, as {example}; units: {', '.join(units)}"
     found = _QUANTITY.fullmatch(text) if len(text) <= MAX_TEXT else None
     if found is None:
-        raise MeshwrightError(f" is {shown(text)}", place=place, legal=legal)
+        raise HardwareError(f" is {shown(text)}", place=place, legal=legal)
     number, unit = found.groups()
     if (factor := units.get(_ALSO.get(unit, unit))) is None:
         near = [name for name in units if name.lower() == unit.lower()]
@@ -71,7 +71,7 @@ def in_si(text: str, dimension: str, place: str) -> float:
             f"did you mean {' or '.join(f'{number} {name}' for name in near)}?" if near else ""
         )
         what = f" is {shown(text)}: {shown(unit)} is no unit of {dimension}"
-        raise MeshwrightError(what, place=place, legal=legal, way_out=way_out)
+        raise HardwareError(what, place=place, legal=legal, way_out=way_out)
     return float(number) * factor
 
 

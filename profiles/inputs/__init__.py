@@ -1,6 +1,16 @@
 """Inputs of users: the error that refuses one, the reader of their files, the writer of others."""
 
-from meshwright.profiles.inputs.errors import MeshwrightError, NotInstalledError, shown
+from meshwright.profiles.inputs.errors import (
+    ArgumentError,
+    ClusterError,
+    FileError,
+    HardwareError,
+    MeasuringError,
+    MeshwrightError,
+    NotInstalledError,
+    ProfileError,
+    shown,
+)
 from meshwright.profiles.inputs.files import (
     MAX_MEASURED_BYTES,
     irregular,

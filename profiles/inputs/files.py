@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.profiles.inputs.errors import MeshwrightError, shown
+from meshwright.profiles.inputs.errors import FileError, MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_DEPTH
 
 MAX_BYTES = 2**20  # of a file that people edit; a plan for 16,384 ranks has a hundredth
@@ -32,7 +32,7 @@ Error = type[MeshwrightError]
 
 
 def read_json(
-    path: str | os.PathLike[str], *, error: Error = MeshwrightError, most: int = MAX_BYTES
+    path: str | os.PathLike[str], *, error: Error = FileError, most: int = MAX_BYTES
 ) -> Any:
     """The tree of a JSON file. Raises `error` for one that can't be read, is longer than `most`
     bytes, has a key twice, a number that is not finite, or is nested too deeply."""
@@ -43,7 +43,7 @@ def parse_json(
     text: str,
     *,
     place: object,
-    error: Error = MeshwrightError,
+    error: Error = FileError,
     most: int = MAX_BYTES,
     infinite: bool = False,
 ) -> Any:
@@ -75,7 +75,7 @@ def parse_json(
     return _parsed(load, place, error, "JSON", infinite=infinite)
 
 
-def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -> dict[str, Any]:
+def read_toml(path: str | os.PathLike[str], *, error: Error = FileError) -> dict[str, Any]:
     """The tree of a TOML file; as `read_json`."""
     text = read_text(path, error=error, most=MAX_BYTES)
     if _DOTTED.search(text):  # in time quadratic in its dots, elsewhere
@@ -85,7 +85,7 @@ def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -
 
 
 def read_text(
-    path: str | os.PathLike[str], *, error: Error = MeshwrightError, most: int = MAX_MEASURED_BYTES
+    path: str | os.PathLike[str], *, error: Error = FileError, most: int = MAX_MEASURED_BYTES
 ) -> str:
     """A file's text, read no further than it may be long. Raises `error` for a folder, a pipe, a
     socket or a device, which it does not open."""

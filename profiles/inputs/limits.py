@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeGuard, TypeVar
 
-from meshwright.profiles.inputs.errors import MeshwrightError
+from meshwright.profiles.inputs.errors import ArgumentError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ def checked_booleans(function: Callable[P, R]) -> Callable[P, R]:
             value = kwargs[name]
             if type(value).__name__ in BOOLEANS or (value is None and "None" in legal[name]):
                 continue
-            raise MeshwrightError.refused(
+            raise ArgumentError.refused(
                 f"{function.__name__}: {name}", value, legal=legal[name], way_out="leave it out"
             )
         return function(*args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.profiles.inputs.errors import MeshwrightError, shown
+from meshwright.profiles.inputs.errors import FileError, MeshwrightError, shown
 
 MAX_NAME = 255  # bytes, of which file systems take as many
 
@@ -15,12 +15,14 @@ MAX_NAME = 255  # bytes, of which file systems take as many
 class UnwritableError(MeshwrightError, OSError):
     """A file that can't be written."""
 
+    CODE = "MW104"
+    PLACE = "a file that is written"
     LEGAL = "a file in a folder that exists and can be written to"
     WAY_OUT = "make the folder, or give another path"
 
 
 def checked_path(path: object, place: str) -> Path:
-    """A path that a file system can have. Raises `MeshwrightError` for anything else."""
+    """A path that a file system can have. Raises `FileError` for anything else."""
     if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
         what = f" is a {type(path).__name__}, {shown(path)}"
     elif not name or "\0" in name:
@@ -33,7 +35,7 @@ def checked_path(path: object, place: str) -> Path:
         if longest <= MAX_NAME:
             return Path(name)
         what = f" {shown(name)} has a name that no file can have"
-    raise MeshwrightError(
+    raise FileError(
         what,
         place=place,
         legal=f"a text or a pathlib.Path, with names of up to {MAX_NAME} bytes",

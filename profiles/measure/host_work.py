@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import UnwritableError
 from meshwright.profiles.inputs.errors import MeasuringError
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, CollectiveTiming, spread_of
 
@@ -170,7 +170,7 @@ def check_folder(folder: str | os.PathLike[str], nbytes: int) -> None:
         with tempfile.TemporaryFile(prefix="meshwright-flash-", dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
-        raise MeshwrightError(
+        raise UnwritableError(
             f"={os.fspath(folder)!r} ({error.strerror})",
             place="folder of flash (--flash, or MESHWRIGHT_NVME)",
             legal=f"a folder that can be written, with room for {nbytes} bytes",

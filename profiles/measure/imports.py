@@ -27,7 +27,7 @@ from pathlib import Path
 
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, device_of_driver, read_entry
-from meshwright.profiles.inputs import MeshwrightError, read_text, shown
+from meshwright.profiles.inputs import ProfileError, read_text, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER
 from meshwright.profiles.timings import CollectiveTiming
 
@@ -99,7 +99,7 @@ def read_nccl_tests(
     nor printed, for a log without a table, and for a number that can't be read.
     """
     if ranks < 2 or not 1 <= nodes <= ranks:
-        raise MeshwrightError(
+        raise ProfileError(
             f"{ranks} ranks on {nodes} nodes", place=source, legal="2 or more, on 1 to all"
         )
     kind = _collective_of(text, collective, source)
@@ -118,7 +118,7 @@ def read_nccl_tests(
         for size, time_us, in_place in _log_lines(text, source)
     ]
     if not rows:
-        raise MeshwrightError(
+        raise ProfileError(
             f"no line of an nccl-tests table in {len(text.splitlines())} lines",
             place=source,
             legal="lines of size count type redop [root], then time algbw busbw #wrong twice",
@@ -143,7 +143,7 @@ def world_of_log(
         world = (len(hosts), len(set(hosts.values())))
         for name, stated, logged in zip(("ranks", "nodes"), (ranks, nodes), world, strict=True):
             if stated not in (None, logged):
-                raise MeshwrightError(
+                raise ProfileError(
                     f" is {stated}, but the log lists {logged}",
                     place=f"{source}:{first}: {name}",
                     legal=logged,
@@ -151,7 +151,7 @@ def world_of_log(
                 )
         return world
     if ranks is None or nodes is None:
-        raise MeshwrightError(
+        raise ProfileError(
             "the log lists no ranks",
             place=source,
             legal="a header that lists them, or --ranks and --nodes",
@@ -174,10 +174,10 @@ def read_collectives_csv(path: str | os.PathLike[str]) -> list[CollectiveRow]:
         where = f"{place}:{line}"
         kind = cells["collective"]
         if kind not in COLLECTIVES:
-            raise MeshwrightError(f" is {kind!r}", place=f"{where}: collective", legal=COLLECTIVES)
+            raise ProfileError(f" is {kind!r}", place=f"{where}: collective", legal=COLLECTIVES)
         convention = cells["size_convention"]
         if not convention.startswith(_CONVENTIONS):
-            raise MeshwrightError(
+            raise ProfileError(
                 f" is {convention!r}", place=f"{where}: size_convention", legal=_CONVENTIONS
             )
         n_gpus = whole(cells["n_gpus"], f"{where}: n_gpus")
@@ -209,7 +209,7 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
         where = f"{place}:{line}"
         sizes = [name for name in ("m", "n", "k") if cells[name]]
         if len(sizes) not in (0, 3):
-            raise MeshwrightError(
+            raise ProfileError(
                 f"of m, n and k only {sizes}", place=where, legal="all three or none"
             )
         m, n, k = (whole(cells[name], f"{where}: {name}") if sizes else 0 for name in "mnk")
@@ -330,25 +330,25 @@ def _collective_of(text: str, stated: str | None, source: str) -> str:
     """The collective of a log, from its program's name or as given. Raises ValueError where both
     differ or are missing."""
     if stated is not None and stated not in COLLECTIVES:
-        raise MeshwrightError(f" is {stated!r}", place=f"{source}: collective", legal=COLLECTIVES)
+        raise ProfileError(f" is {stated!r}", place=f"{source}: collective", legal=COLLECTIVES)
     programs = re.findall(r"\b(\w+?)_perf\b", text)
     printed = {_PROGRAMS[program] for program in programs if program in _PROGRAMS}
     if len(printed) > 1:
-        raise MeshwrightError(
+        raise ProfileError(
             f"the log is of {' and '.join(sorted(printed))}",
             place=source,
             legal="one collective",
             way_out="give each run a file",
         )
     if stated and printed and printed != {stated}:
-        raise MeshwrightError(
+        raise ProfileError(
             f" is {stated!r}, but the log is of {printed.pop()!r}",
             place=f"{source}: collective",
             legal=printed,
             way_out="leave --collective out",
         )
     if not printed and not stated:
-        raise MeshwrightError(
+        raise ProfileError(
             "the log doesn't say which collective it measured",
             place=source,
             legal=COLLECTIVES,
@@ -365,7 +365,7 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
             continue
         where, legal = f"{source}:{line}", " or ".join(map(str, _LOG_COLUMNS))
         if len(columns) not in _LOG_COLUMNS:
-            raise MeshwrightError(f"{len(columns)} columns", place=where, legal=legal)
+            raise ProfileError(f"{len(columns)} columns", place=where, legal=legal)
         if not int(columns[0]):  # a line of 0 bytes moved nothing
             continue
         for in_place, column in _TIME_COLUMNS.items():
@@ -385,11 +385,13 @@ def _tensor_bytes(collective: str, size: float, ranks: int) -> float:
 
 def csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mapping[str, str]]]:
     """Line number and cells of every row."""
-    reader = csv.DictReader(io.StringIO(read_text(place), newline=""), strict=True)
+    reader = csv.DictReader(
+        io.StringIO(read_text(place, error=ProfileError), newline=""), strict=True
+    )
     try:
         missing = [name for name in needed if name not in (reader.fieldnames or ())]
         if missing:
-            raise MeshwrightError(
+            raise ProfileError(
                 f"no column {', '.join(missing)}",
                 place=f"{place}:1",
                 legal=needed,
@@ -398,7 +400,7 @@ def csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mappin
         for cells in reader:
             for name in needed:
                 if cells[name] is None:
-                    raise MeshwrightError(
+                    raise ProfileError(
                         f"the row ends before {name}",
                         place=f"{place}:{reader.line_num}",
                         legal=f"{len(needed)} cells or more",
@@ -407,7 +409,7 @@ def csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mappin
             yield reader.line_num, cells
     except csv.Error as error:
         where = f"{place}:{reader.line_num + 1}"
-        raise MeshwrightError(
+        raise ProfileError(
             f"not a row of a CSV file in UTF-8 ({error})",
             place=where,
             legal="a row as the csv module writes it",
@@ -422,12 +424,12 @@ def number(text: str, what: str) -> float:
         value = math.nan
     if not LEAST_NUMBER <= value <= MOST_NUMBER:
         legal = f"a finite number above 0, {LEAST_NUMBER:g} to {MOST_NUMBER:g}"
-        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
+        raise ProfileError(f" is {shown(text)}", place=what, legal=legal)
     return value
 
 
 def whole(text: str, what: str) -> int:
     if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
         legal = "a whole number, 1 or more, of up to 15 digits"
-        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
+        raise ProfileError(f" is {shown(text)}", place=what, legal=legal)
     return int(text)

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ProfileError
 from meshwright.profiles.inputs.errors import MeasuringError
 from meshwright.profiles.op_signature import OpSignature, is_floating
 from meshwright.profiles.timings import Timing, spread_of
@@ -116,7 +116,7 @@ def operator(target: str) -> Callable[..., Any]:
     for name in target.split("."):
         namespace = getattr(namespace, name, None)
     if not callable(namespace):
-        raise MeshwrightError(
+        raise ProfileError(
             f"torch {torch.__version__} has none of that name",
             place=f"operator {target!r}",
             legal="operators of this torch, e.g. aten.linear.default",

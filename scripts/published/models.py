@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.moe import MoE
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +72,19 @@ class TransformerDims:
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
             if self.hidden % self.heads:
-                raise MeshwrightError(
+                raise ArgumentError(
                     "without a head_dim, hidden must be a multiple of heads",
                     place=f"hidden={self.hidden}, heads={self.heads}",
                     way_out="give head_dim, or another of the two",
                 )
         if self.heads % self.kv_heads:
-            raise MeshwrightError(
+            raise ArgumentError(
                 "heads must be a multiple of kv_heads",
                 place=f"heads={self.heads}, kv_heads={self.kv_heads}",
                 way_out="give another of the two",
             )
         if self.experts and not (self.expert_ffn and 1 <= self.topk <= self.experts):
-            raise MeshwrightError(
+            raise ArgumentError(
                 "experts need a width, and topk from 1 to experts",
                 place=f"experts={self.experts}, topk={self.topk}, expert_ffn={self.expert_ffn}",
                 way_out="give expert_ffn, and topk in that range",

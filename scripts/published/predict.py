@@ -19,7 +19,6 @@ from meshwright.costmodel.sharding import FactorTable, analyse
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.pricing import Evaluation, Evaluator
 from meshwright.planner.tracing import trace
-from meshwright.profiles.inputs import MeshwrightError
 from scripts.published.frameworks import Unpriced
 from scripts.published.models import TransformerDims, build
 from scripts.published.rows import read_row
@@ -122,7 +121,7 @@ def deepen(graph: Graph, stack: str, count: int) -> Graph:
     numbered = re.compile(rf"{re.escape(stack)}\.\d+")
     places = [k for k, block in enumerate(graph.blocks) if numbered.fullmatch(block.name)]
     if len(places) < 3 or count < len(places):
-        raise MeshwrightError(
+        raise Unpriced(
             f" has {len(places)} blocks",
             place=f"stack {stack!r}",
             legal=f"three or more to copy from, and no more than the {count} wanted",
@@ -132,7 +131,7 @@ def deepen(graph: Graph, stack: str, count: int) -> Graph:
     before = graph.blocks[places[-3]]
     same = before.class_id == source.class_id
     if not same or len(source.inputs) != 1 or len(source.outputs) != 1:
-        raise MeshwrightError(
+        raise Unpriced(
             f"block {source.name} is not one of a chain of equals",
             place=f"stack {stack!r}",
             legal="blocks of one class, each with one input and one output",

@@ -269,7 +269,7 @@ def test_a_refused_file_is_one_message(
 ) -> None:
     (in_a_folder / name).write_text(text)
     said = failed(capsys, [*COMMAND, "--import", name, *more])
-    assert said.startswith("error: ") and said.count("\n") == 1 and message in said
+    assert said.startswith("error: ") and said.count("\n") == 2 and message in said
     assert load_profile(PAIR) is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.document import Document, Part, Table
-from meshwright.profiles.inputs import MeshwrightError, read_text, write_text
+from meshwright.profiles.inputs import ClusterError, MeshwrightError, read_text, write_text
 from meshwright.shell.named import cluster_named
 from meshwright.shell.terminal import Answer
 
@@ -65,7 +65,7 @@ def _written(text: str, path: str | None) -> Answer:
             Cluster.load(write_text(Path(folder) / "cluster.toml", text, "cluster file"))
         except MeshwrightError as error:
             said = str(error).replace(f"{folder}/", "")
-            raise MeshwrightError(said, place="the file as it would be written") from None
+            raise ClusterError(said, place="the file as it would be written") from None
     if path is None:
         return Answer(data=lambda: {"text": text}, text=lambda: text.rstrip("\n"))
     write_text(path, text, "cluster file")

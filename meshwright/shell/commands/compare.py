@@ -13,11 +13,10 @@ from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
 from meshwright.planner.report import Report
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
-from meshwright.shell.named import cluster_named
+from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.terminal import Answer
 
 
@@ -109,13 +108,13 @@ def compared(
     """Plan for each cluster by name, and choose. One price is for all, else there is one for each.
     Raises ValueError where prices are missing for what is asked."""
     if len(prices) not in (0, 1, len(planned)):
-        raise MeshwrightError(
+        raise CommandError(
             f" was given {len(prices)} times for {len(planned)} clusters",
             place="--price",
             legal="once for all, or once for each, in their order",
         )
     if by == "cost" and not prices:
-        raise MeshwrightError(
+        raise CommandError(
             "no price was given",
             place="--by cost",
             legal="with --price MONEY, per device-hour",

@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.profiles.inputs import MeshwrightError, read_json, shown
-from meshwright.shell.named import model_named
+from meshwright.profiles.inputs import NotInstalledError, read_json, shown
+from meshwright.shell.named import CommandError, model_named
 from meshwright.shell.terminal import Answer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Answer:
     from meshwright.executor.export import from_pretrained_files, to_pretrained_files
 
     if args.to == "checkpoint" and (args.dtype or args.submodule):
-        raise MeshwrightError(
+        raise CommandError(
             "a checkpoint holds all of a model as it is stored",
             place="--dtype, --submodule",
             legal="with --to hf",
@@ -73,14 +73,14 @@ def _model_of(config: Path) -> nn.Module:
     try:
         transformers = import_module("transformers")
     except ImportError as error:
-        raise MeshwrightError(
+        raise NotInstalledError(
             error, place=place, legal="with transformers installed", way_out="give --model"
         ) from error
     names = entries.get("architectures") if isinstance(entries, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise MeshwrightError(
+        raise CommandError(
             f"has architectures {shown(names)}",
             place=place,
             legal="the name of a class of transformers",

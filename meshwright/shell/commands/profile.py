@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright.arguments import default_precision
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.host import FOLDER_VARIABLE
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.profile import device_name, is_device_of
 from meshwright.profiles.store import Store
 from meshwright.profiles.timings import PROFILE_S
 from meshwright.shell.commands import flags
-from meshwright.shell.named import cluster_named, model_named
+from meshwright.shell.named import CommandError, cluster_named, model_named
 from meshwright.shell.terminal import Answer, say
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _performed(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported
             return imported
         say(str(imported))
     if args.model is None or args.global_batch_size is None:
-        raise MeshwrightError(
+        raise CommandError(
             "a model and --batch are missing",
             place="profile",
             legal="MODEL --batch N, or --import FILE",

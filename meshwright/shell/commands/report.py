@@ -7,10 +7,10 @@ from typing import Any
 
 from meshwright.planner.page import SCHEMA, render_page
 from meshwright.planner.plan import Plan
-from meshwright.profiles.inputs import MeshwrightError, shown, write_text
+from meshwright.profiles.inputs import FileError, shown, write_text
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
-from meshwright.shell.named import no_report, saved_json
+from meshwright.shell.named import CommandError, no_report, saved_json
 from meshwright.shell.terminal import say
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
@@ -43,7 +43,7 @@ def report_data(path: str) -> dict[str, Any] | None:
     if not isinstance(data, dict) or "schema" not in data:
         return None
     if data["schema"] != SCHEMA or "device_groups" not in data:
-        raise MeshwrightError(
+        raise FileError(
             f"schema {shown(data['schema'])}",
             place=f"report {path!r}",
             legal=f"{SCHEMA}, with the data of the rank that priced the plan",
@@ -55,7 +55,7 @@ def report_data(path: str) -> dict[str, Any] | None:
 def write_page(data: dict[str, Any], args: argparse.Namespace) -> None:
     """The page of a report that was read. Raises ValueError for what a report can't answer."""
     if flags.asked_costs(args):
-        raise MeshwrightError(
+        raise CommandError(
             "--tokens, --price and --watts are for plans, whose prices are found anew",
             place=f"report {args.plan!r}",
             legal="a report alone",
@@ -71,7 +71,7 @@ def fill_from_plan(args: argparse.Namespace) -> None:
     ValueError without a model."""
     plan = Plan.load(args.plan)
     if args.model is None:
-        raise MeshwrightError(
+        raise CommandError(
             "a plan has no prices",
             place=f"report {args.plan!r}",
             legal="a report, or a plan with its model",

@@ -40,6 +40,11 @@ ALLOCATIONS = frozenset({
 class LeafError(TraceError):
     """A module can't be kept as one node."""
 
+    CODE = "MW204"
+    PLACE = "a module that is kept as one node"
+    LEGAL = "tensors in and out, of which a rule or the rows of the batch say how they are split"
+    WAY_OUT = "keep another module (meshwright.leaf), or give its rule"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:

@@ -31,7 +31,7 @@ from meshwright.costmodel.rules import (
     Work,
     given_factors,
 )
-from meshwright.planner.errors import Untraceable, enclosing_modules
+from meshwright.planner.errors import ModelError, Untraceable, enclosing_modules
 from meshwright.planner.operators import Applied, Operand, Program, UnseenWrite, state_of, to_meta
 from meshwright.planner.tracing import user_module
 from meshwright.planner.tracing.leaves.probe import (
@@ -44,7 +44,6 @@ from meshwright.planner.tracing.leaves.probe import (
 )
 from meshwright.planner.tracing.similar import Irregular, comparable, identifiers_of, overridden
 from meshwright.planner.tracing.values import TensorLike
-from meshwright.profiles.inputs import MeshwrightError
 
 # --- the operators that stand for a leaf's call in an exported program ----------------------------
 #
@@ -159,7 +158,7 @@ class LeafRecorder:
         self.calls: list[_Recorded] = []
         self.classes: list[tuple[nn.Module, type, dict[str, Any]]] = []  # and their hooks
         if user_module.declared(model) is not None:
-            raise MeshwrightError(
+            raise ModelError(
                 f"{type(model).__name__} is the whole model, of which nothing would be left to "
                 "plan",
                 place="leaf",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.rules import named_in
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import ArgumentError
 
 ATTRIBUTE = "_meshwright_leaf"
 Amount = float | Callable[..., float]
@@ -96,7 +96,7 @@ def _declare(target: Any, declaration: Declaration) -> Any:
         setattr(target, ATTRIBUTE, declaration)
         return target
     if isinstance(getattr(target, "__self__", None), nn.Module):
-        raise MeshwrightError(
+        raise ArgumentError(
             f"{target!r} is a method, whose module's parameters would not be seen",
             place="leaf",
             legal="a module or a function",
@@ -104,7 +104,7 @@ def _declare(target: Any, declaration: Declaration) -> Any:
         )
     if isinstance(target, type) or not callable(target):
         legal = "a module, a class of modules, an autograd.Function, a function"
-        raise MeshwrightError.refused("leaf: target", target, legal=legal)
+        raise ArgumentError.refused("leaf: target", target, legal=legal)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:

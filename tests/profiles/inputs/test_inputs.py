@@ -15,6 +15,7 @@ from meshwright.planner.errors import TraceError
 from meshwright.planner.plan import InfeasibleError, Plan, PlanError
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import (
+    ArgumentError,
     MeshwrightError,
     checked_path,
     parse_json,
@@ -144,7 +145,7 @@ def test_a_file_is_written_and_one_that_cannot_be_is_an_os_error_too(tmp_path: P
 def test_errors_pass_between_ranks(error: MeshwrightError, way: Any) -> None:
     again = way(error)
     assert type(again) is type(error)
-    before, after = ((str(e), e.place, e.legal, e.way_out) for e in (error, again))
+    before, after = ((e.with_code(), e.place, e.legal, e.way_out) for e in (error, again))
     assert after == before
 
 
@@ -162,9 +163,10 @@ def test_values_are_shown_and_texts_made_of_fields() -> None:
     assert (error.place, error.legal, error.way_out) == ("plan: zero", "0, 1, 2, 3", "change it")
     assert str(PlanError("is missing", place="head")) == "head: is missing"
     assert isinstance(error, ValueError)
-    legal = MeshwrightError(" is 0", place="tp", legal="1 or more")  # which is a way out
-    assert legal.way_out == "give one of: 1 or more"
+    legal = ArgumentError(" is 0", place="tp", legal="1 or more")
+    assert legal.way_out == ArgumentError.WAY_OUT
     assert str(legal) == "tp is 0; legal: 1 or more"
+    assert legal.with_code() == f"{legal}\n(MW101: docs/reference/errors.md#mw101)"
     inner = MeshwrightError("=0", place="tp", legal="1 or more", way_out="raise it")
     outer = PlanError.of(inner, "plan: stage 0")
     assert str(outer) == "plan: stage 0: tp=0; legal: 1 or more; raise it"
