@@ -7,9 +7,9 @@ interval for each GPU, framework and kind of model, which evidence of these narr
 widest where there is none.
 
 Memory: of targets that this project's executor runs, what rehearsals and prices differ by
-(`docs/measurements.md`), and an allowance for what rehearsals don't have: fragments of an allocator
-and kernels' workspaces, nothing to `ALLOWANCE` of the tensors, evenly (assumed). Of other software,
-what its allocator was published to have reached.
+(`docs/archive/measurements.md`), and an allowance for what rehearsals don't have: fragments of an
+allocator and kernels' workspaces, nothing to `ALLOWANCE` of the tensors, evenly (assumed). Of other
+software, what its allocator was published to have reached.
 
 Errors of computing are root mean squares of predicted over published step times, less one, of rows
 that nothing was fitted on and whose step is communication by less than 5 %:
@@ -62,7 +62,7 @@ class Quantiles:
         return NormalDist().cdf(math.log(ratio / self.middle) / deviation)
 
 
-# `scripts/quickstart` on 1, 2 and 4 ranks of a machine with 2 cores (docs/measurements.md)
+# `scripts/quickstart` on 1, 2 and 4 ranks of a machine with 2 cores (docs/archive/measurements.md)
 CPU = "local-cpu"
 OF_CPU = Quantiles(low=0.9, middle=1.3, high=1.7, rows=3, models=1, of="ranks on a CPU")
 

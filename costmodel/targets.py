@@ -157,7 +157,7 @@ DEEPSPEED = replace(
     zeros_with_pipeline=(0, 1),
 )
 # Alpa on XLA: stages of any meshes under GPipe or 1F1B; its published peaks under ZeRO, on 2, 4 and
-# 8 ranks, and what ran out of memory there, have all gradients (docs/measurements.md)
+# 8 ranks, and what ran out of memory there, have all gradients (docs/archive/measurements.md)
 ALPA = Target(
     name="alpa",
     fusion="full",

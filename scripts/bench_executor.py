@@ -2,7 +2,7 @@
 parallelism and their combination on CPU ranks, each beside torch's own tools.
 
     python -m scripts.bench_executor [--case NAME ...] [--pairs 15] [--layers 8] [--hidden 512]
-        [--rows 8] [--link-gbit 1] [--no-memory] [--json FILE]
+        [--rows 8] [--link-gbit 1] [--no-memory] [--json FILE] [--record]
 
 Time: one launch per case holds both trainers, ours and theirs, with the same weights, optimizer and
 batch, one thread a rank. Their steps are taken in turns, in alternating order, each after a
@@ -19,7 +19,7 @@ the same kind first, so that no library counts.
 root), joined by links of that speed. The case `startup` builds a deep model on 4 ranks.
 
 torch's context parallelism has no attention for CPUs, and its `CPUOffloadPolicy` moves nothing
-there: no case has them.
+there: no case has them. `--record` keeps the table for the documents.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from scripts.ranks import measure
 from scripts.ranks.baselines import Setting, mean_loss
 from scripts.ranks.cases import CASES, FAR, NEAR, STARTUP_CASE, Case, Size
 from scripts.ranks.measure import RETURNS_FREED, SIDES, WARM_UP, Step
+from scripts.recording.results import record
 
 LAUNCH_TIMEOUT_S = 400.0
 STARTUP, STARTUP_TARGET_S = "startup", 10.0
@@ -97,6 +98,17 @@ class Row:
     wall_s: Mapping[str, float]
     loss_difference: float  # the largest over the steps, relative
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def shown(self) -> dict[str, Any]:
+        """A line of the documents' table."""
+        return {
+            "case": self.case,
+            "beside": self.theirs,
+            "wall": self.wall.median,
+            "quartiles": f"{self.wall.low:.3f} to {self.wall.high:.3f}",
+            "CPU time": self.cpu.median,
+            "peak memory": self.memory_ratio,
+        }
 
     @property
     def memory_ratio(self) -> float | None:
@@ -279,6 +291,15 @@ def main() -> None:
         print(f"\n{table(rows)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if args.record:
+        record(
+            "executor",
+            "python -m scripts.bench_executor --record",
+            title="The executor beside torch's own tools",
+            note="Ours over theirs, step by step: median of the pairs, and quartiles. A GPT on 1 "
+            "to 8 processes of one thread, gloo.",
+            rows=[row.shown() for row in rows],
+        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -297,6 +318,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--link-gbit", type=float, help="one emulated host per rank")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--record", action="store_true", help="keep the table for the documents")
     parser.add_argument("--worker", choices=("time", *SIDES, STARTUP), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

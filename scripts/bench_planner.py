@@ -2,6 +2,7 @@
 against published ones.
 
     python scripts/bench_planner.py [CASE ...] [--report] [--replan] [--time-limit SECONDS]
+                                    [--record]
     python scripts/bench_planner.py --experts [--case TEXT] [--same-recompute] [--pin]
                                     [--time-limit SECONDS]
 
@@ -11,7 +12,8 @@ time with one override, on what the first search has priced. `--experts` compare
 `experts/plans.py` whose names or sources contain TEXT, under our cost model, and exits with 1 where
 ours is slower by more than 0.5 %; `--same-recompute` has ours recompute as theirs does; `--pin`
 searches again with the published decisions as overrides and checks that theirs is found, or a
-better one in what they leave open; `--time-limit` bounds each search.
+better one in what they leave open; `--time-limit` bounds each search. `--record` keeps the
+table of cases for the documents.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import resource
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import transformers
 
+from meshwright import Cluster
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import analyse
 from meshwright.planner.alternatives import Answers, explain_search
@@ -36,9 +40,12 @@ from meshwright.planner.tracing import trace
 from scripts.experts.compare import compare, show, summary
 from scripts.experts.plans import experts
 from scripts.planning.cases import CASES
+from scripts.recording.results import record
+
+Row = dict[str, Any]
 
 
-def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) -> None:
+def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) -> Row:
     """Plan once, or twice, and print the phases."""
     case = CASES[name]
     model, cluster = case.model(), case.cluster()
@@ -53,11 +60,13 @@ def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) 
     search = Search(problem, case.batch, Overrides(), time_limit_s=time_limit_s)
     result = search.run()
     before = {"trace": traced - started, "factors, blocks": cut - traced}
-    show_phases(before, result, time.process_time() - started)
+    planning_s = time.process_time() - started
+    show_phases(before, result, planning_s)
     started = time.process_time()
     equal_s = search.equal_bound_s(result)
     gap, spent_s = result.best.step_time_s / equal_s - 1, time.process_time() - started
     print(f"  none with equal stages than {seconds(equal_s)}: gap {gap:.1%} ({spent_s:.1f} CPU-s)")
+    row = row_of(name, cluster, before["trace"], planning_s, result)
     if report:
         made = with_answers(search, result)
         for full in (False, True):
@@ -71,6 +80,24 @@ def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) 
         result = search.again(override)
         print(f"  again with tp={override.tp}:")
         show_phases({}, result, time.process_time() - started)
+    return row
+
+
+def row_of(
+    name: str, cluster: Cluster, trace_s: float, planning_s: float, result: SearchResult
+) -> Row:
+    """A line of the documents' table."""
+    prediction = result.best.evaluation.prediction
+    return {
+        "case": name,
+        "devices": f"{cluster.num_devices} {cluster.device.name}",
+        "trace, CPU-s": trace_s,
+        "all, CPU-s": planning_s,
+        "plan": describe(result.best.plan),
+        "step, s": prediction.step_time_s,
+        "MFU, %": 100 * prediction.mfu,
+        "gap to the bound, %": 100 * result.gap,
+    }
 
 
 def with_answers(search: Search, result: SearchResult) -> Report:
@@ -114,6 +141,7 @@ def main() -> None:
     parser.add_argument("--case", default="", metavar="TEXT", help="only plans that contain TEXT")
     parser.add_argument("--same-recompute", action="store_true", help="recompute as they do")
     parser.add_argument("--pin", action="store_true", help="reproduce them by overrides")
+    parser.add_argument("--record", action="store_true", help="keep the table for the documents")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if args.experts:
@@ -121,12 +149,18 @@ def main() -> None:
             args.case, pin=args.pin, like_theirs=args.same_recompute, time_limit_s=args.time_limit
         )
         raise SystemExit(0 if well else 1)
+    rows = list[Row]()
     for name in args.cases or CASES:
         if name not in CASES:
             raise SystemExit(f"no case {name!r}; legal: {', '.join(CASES)}")
-        bench(name, replan=args.replan, report=args.report, time_limit_s=args.time_limit)
+        rows.append(
+            bench(name, replan=args.replan, report=args.report, time_limit_s=args.time_limit)
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory of the planner {peak:.2f} GiB")
+    if args.record:
+        command = " ".join(["python -m scripts.bench_planner", *args.cases, "--record"])
+        record("planning", command, title="Planning time", rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Start-up: CPU seconds of commands that plan nothing, beside those of `import torch`.
 
-    python -m scripts.startup [--times 3]
+    python -m scripts.startup [--times 3] [--record]
 
 Each runs in a process of its own; the least of several times is shown, and its part of what the
 import of torch takes in the same run, which does not depend on the machine. A plan and its report
-are made first, so that `show`, `diff` and `report` have something to read.
+are made first, so that `show`, `diff` and `report` have something to read. `--record` keeps the
+table for the documents.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from scripts.recording.results import record
 
 MODEL = """
 import torch
@@ -49,7 +52,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=int, default=3, help="of each (default 3)")
+    parser.add_argument("--record", action="store_true", help="keep the table for the documents")
     args = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("mine.py").write_text(MODEL)
@@ -58,10 +63,17 @@ def main() -> None:
             subprocess.run([*OURS, *plan.split()], check=True, stdout=report)
         torch_s = cpu_s([sys.executable, "-c", "import torch"], args.times)
         print(f"{'import torch':34} {torch_s:5.2f} CPU-s")
+        rows.append({"command": "`import torch`", "CPU-s": torch_s, "of the import, %": 100})
         for line in COMMANDS:
             own_s = cpu_s([*OURS, *line.split()], args.times)
             print(f"meshwright {line:23} {own_s:5.2f} CPU-s, {own_s / torch_s:4.0%} of that")
+            part = round(100 * own_s / torch_s)
+            rows.append(
+                {"command": f"`meshwright {line}`", "CPU-s": own_s, "of the import, %": part}
+            )
         os.chdir("/")
+    if args.record:
+        record("startup", "python -m scripts.startup --record", title="Start-up", rows=rows)
 
 
 if __name__ == "__main__":

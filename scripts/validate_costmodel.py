@@ -1,7 +1,7 @@
 """Predicted against published step times: raw errors per source, with the split stated.
 
     python -m scripts.validate_costmodel [--data DIR] [--source TEXT] [--rows] [--errors]
-                                         [--plot FILE]
+                                         [--plot FILE] [--record]
 
 DIR holds `step_times.csv` (default: the compact tables beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
@@ -17,7 +17,8 @@ one constant MFU for all: that of the other sources' rows which is least wrong o
 
 `--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
 which communication is less than 5 % of the predicted step, for `costmodel/intervals.py`, and of the
-others, where both kinds are mixed; of peak memory by framework.
+others, where both kinds are mixed; of peak memory by framework. `--record` writes all tables to
+`scripts/recording/results/accuracy.json`, from which the documents' page is made.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.pricing import Evaluation
@@ -38,7 +40,9 @@ from scripts.experts.rows import fitted_by_hash, fp8_rows, later_rows, memory_ro
 from scripts.experts.scatter import Point, scatter
 from scripts.published import Unpriced, evaluate_row
 from scripts.ranks.rank_correlation import spearman
+from scripts.recording.results import record
 
+MEASURES = ("error", "bias", "worst", "regret", "memory_error")
 MOSTLY_COMPUTE = 0.05  # communication's part of a step below which its error does not count
 
 
@@ -202,17 +206,36 @@ def by_constant_mfu(scored: Sequence[Scored]) -> float | None:
     return statistics.mean(errors)
 
 
-def line(name: str, part: str, scored: Sequence[Scored]) -> str:
-    if not scored:
-        return f"{name:34} {part:6} {0:5}"
+def numbers(name: str, part: str, scored: Sequence[Scored]) -> dict[str, Any]:
+    """A row of a table; fractions are of 1, None where there is nothing to tell."""
     errors = [s.error for s in scored]
-    measured, predicted = [s.measured_s for s in scored], [s.predicted_s for s in scored]
     memory = [abs(s.memory_error) for s in scored if s.memory_error is not None]
+    measured, predicted = [s.measured_s for s in scored], [s.predicted_s for s in scored]
+    found = {"name": name, "part": part, "rows": len(scored)}
+    if not scored:
+        return found
+    values = {
+        "error": statistics.mean(map(abs, errors)),
+        "bias": statistics.mean(errors),
+        "worst": max(errors, key=abs),
+        "spearman": spearman(measured, predicted),
+        "regret": regret(scored),
+        "memory_error": statistics.mean(memory) if memory else None,
+    }
+    known = {k: v for k, v in values.items() if v is not None and not math.isnan(v)}
+    return found | dict.fromkeys(values) | known | {"memory_rows": len(memory)}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    if not row["rows"]:
+        return f"{row['name']:34} {row['part']:6} {0:5}"
+    percent = {k: math.nan if row[k] is None else 100 * row[k] for k in MEASURES}
+    spearman = math.nan if row["spearman"] is None else row["spearman"]
+    memory = f"{percent['memory_error']:7.1f} ({row['memory_rows']})"
     return (
-        f"{name:34} {part:6} {len(scored):5} {100 * statistics.mean(map(abs, errors)):7.1f} "
-        f"{100 * statistics.mean(errors):+7.1f} {100 * max(errors, key=abs):+7.0f} "
-        f"{spearman(measured, predicted):9.3f} {100 * regret(scored):7.1f} "
-        + (f"{100 * statistics.mean(memory):7.1f} ({len(memory)})" if memory else "      –")
+        f"{row['name']:34} {row['part']:6} {row['rows']:5} {percent['error']:7.1f} "
+        f"{percent['bias']:+7.1f} {percent['worst']:+7.0f} {spearman:9.3f} "
+        f"{percent['regret']:7.1f} " + (memory if row["memory_rows"] else "      –")
     )
 
 
@@ -225,9 +248,13 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--errors", action="store_true", help="print errors by GPU")
     parser.add_argument("--plot", type=Path, help="file for a plot of all rows, as SVG")
+    parser.add_argument("--record", action="store_true", help="keep all tables for the documents")
     args = parser.parse_args()
+    if args.record and (args.source or args.data):
+        parser.error("--record is of all rows: without --source and --data")
     refused: collections.Counter[str] = collections.Counter()
     parts: dict[str, list[Scored]] = {"fit": [], "score": []}
+    families = list[dict[str, Any]]()
     heading()
     rows = published_rows(args.source, args.data)
     rows += fp8_rows(args.source) if args.data is None else []
@@ -245,26 +272,32 @@ def main() -> None:
             if args.rows:
                 print(described(scored))
         for part, scores in found.items():
-            print(line(name, part, scores), flush=True)
+            families.append(numbers(name, part, scores))
+            print(line(families[-1]), flush=True)
             parts[part] += scores
     for part, scores in parts.items():
-        print(line("all", part, scores))
-    by_kind(parts)
-    if not args.source and args.data is None:
-        print("", *memory_lines(), sep="\n")
+        families.append(numbers("all", part, scores))
+        print(line(families[-1]))
+    kinds = by_kind(parts)
+    memory = [] if args.source or args.data else list(memory_errors())
+    if memory:
+        print("", *map(memory_line, memory), sep="\n")
     if args.errors:
         print("", *error_lines(parts["score"]), sep="\n")
     if args.plot:
         args.plot.write_text(plot(parts))
+    if args.record:
+        tables = {"families": families, "kinds": kinds, "memory": memory}
+        command = "python -m scripts.validate_costmodel --record"
+        record("accuracy", command, title="Accuracy", **tables)
     print(f"\nnot priced: {sum(refused.values())} rows")
     for reason, count in refused.most_common():
         print(f"  {count:4} {reason}")
 
 
-def memory_lines() -> list[str]:
+def memory_errors() -> Iterator[dict[str, Any]]:
     """Errors of peak memory by framework, of what allocators said and of what nvidia-smi did: that
     has the driver's context and what the allocator keeps, too, up to some GB."""
-    lines = []
     for kind, by_allocator in (("allocator", True), ("nvidia-smi or not said", False)):
         errors = collections.defaultdict(list)
         for row in memory_rows(by_allocator=by_allocator):
@@ -275,12 +308,16 @@ def memory_lines() -> list[str]:
             error = max(peaks) / 2**30 / float(row["peak_mem_gib"]) - 1
             for name in ("all", row["source"].split(" (")[0][:34]):
                 errors[name].append(error)
-        lines += [
-            f"memory by {kind:24} {name:34} {len(of):4} "
-            f"{100 * statistics.mean(map(abs, of)):6.1f} {100 * statistics.mean(of):+6.1f}"
-            for name, of in errors.items()
-        ]
-    return lines
+        for name, of in errors.items():
+            means = {"error": statistics.mean(map(abs, of)), "bias": statistics.mean(of)}
+            yield {"said_by": kind, "name": name, "rows": len(of), **means}
+
+
+def memory_line(row: Mapping[str, Any]) -> str:
+    return (
+        f"memory by {row['said_by']:24} {row['name']:34} {row['rows']:4} "
+        f"{100 * row['error']:6.1f} {100 * row['bias']:+6.1f}"
+    )
 
 
 def heading() -> None:
@@ -288,9 +325,9 @@ def heading() -> None:
     print(f"{'Spearman':>9} {'regret%':>7} {'|mem| %':>7}")
 
 
-def by_kind(parts: Mapping[str, Sequence[Scored]]) -> None:
-    """The table by GPU, dense or experts, and framework, without the last for what has several; and
-    by target, of those that `target=` takes."""
+def by_kind(parts: Mapping[str, Sequence[Scored]]) -> list[dict[str, Any]]:
+    """Print the table by GPU, dense or experts, and framework, without the last for what has
+    several; and by target, of those that `target=` takes."""
     print()
     heading()
     kinds: dict[str, dict[str, list[Scored]]] = {}
@@ -301,12 +338,15 @@ def by_kind(parts: Mapping[str, Sequence[Scored]]) -> None:
             for name in names:
                 of = kinds.setdefault(name, {"fit": [], "score": []})
                 of[part].append(scored)
+    rows = list[dict[str, Any]]()
     for name in sorted(kinds):
         for part, scores in kinds[name].items():
             constant = None if "," in name else by_constant_mfu(scores)
             if scores:
+                rows.append(numbers(name, part, scores) | {"constant_mfu": constant})
                 beside = "" if constant is None else f"   constant MFU {100 * constant:.1f}"
-                print(line(name, part, scores) + beside)
+                print(line(rows[-1]) + beside)
+    return rows
 
 
 def plot(parts: Mapping[str, Sequence[Scored]]) -> str:

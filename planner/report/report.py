@@ -114,7 +114,8 @@ class Report:
         return self.deferred.sensitivity() if self.deferred else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: seconds, bytes, names, as docs/report.md says; `schema` is its version."""
+        """Plain data: seconds, bytes, names (docs/reference/report_data.md); `schema` is its
+        version."""
         return {
             "schema": SCHEMA,
             "summary": dict(self.summary),

@@ -78,7 +78,8 @@ class Looks:
 
 
 # the part of a tie that each costs, words about the simpler plan, and how many a plan has;
-# measured sweeps set axes, tensor-parallel ranks and micro-batches (docs/measurements.md, "Regret")
+# measured sweeps set axes, tensor-parallel ranks and micro-batches (docs/archive/measurements.md,
+# "Regret")
 COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     (
         0.7,

@@ -1,0 +1,141 @@
+"""The reference of the API, from signatures and docstrings of what the packages export."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import meshwright
+from scripts.site.markdown import cell, directive, prose, table
+
+# page -> title, first sentence, names by module
+PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
+    "planning": (
+        "Planning",
+        "One call plans; a cluster, decisions that are fixed, and the plan itself.",
+        {
+            "meshwright": (
+                "auto_parallelize",
+                "Cluster",
+                "Device",
+                "Link",
+                "Host",
+                "Overrides",
+                "Plan",
+            )
+        },
+    ),
+    "training": (
+        "Training",
+        "The planned model, whole runs, data, and what logs them.",
+        {
+            "meshwright": (
+                *("distributed", "ParallelModel", "fit", "data_loader", "packed", "Ema"),
+                *("Reduced", "progress_shown"),
+            ),
+            "meshwright.training": ("Fitted", "RunEvent"),
+            "meshwright.hf": ("Trainer",),
+            "meshwright.monitor": (
+                *("Monitor", "JsonLinesLogger", "TensorBoardLogger", "WandbLogger"),
+            ),
+        },
+    ),
+    "extending": (
+        "Extending",
+        "Rules for operators, leaves, experts of your own, schedules.",
+        {
+            "meshwright": ("rule", "leaf", "register_schedule", "Schedule"),
+            "meshwright.moe": ("MoE", "GroupedLinear", "dispatch", "grouped_linear", "combine"),
+        },
+    ),
+    "exceptions": (
+        "Exceptions",
+        "Classes of errors; [Errors](../errors.md) lists the errors themselves.",
+        {
+            "meshwright": (
+                *("MeshwrightError", "PlanError", "OverrideError", "TraceError", "RuleError"),
+                "InfeasibleError",
+            )
+        },
+    ),
+}
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Each page's name and text. Raises where a public name is on none of them."""
+    shown = {name for _, _, of in PAGES.values() for name in of.get("meshwright", ())}
+    if missing := {*meshwright.__all__} ^ shown:
+        raise ValueError(f"scripts/site/api.py and the public names differ: {sorted(missing)}")
+    for page, (title, first, modules) in PAGES.items():
+        parts = [f"# {title}\n\n{first}\n"]
+        for module, names in modules.items():
+            home = importlib.import_module(module)
+            parts += [f"## {module}\n", f"```{{py:currentmodule}} {module}\n```\n"]
+            parts += [described(name, getattr(home, name)) for name in names]
+        yield page, "\n".join(parts)
+
+
+def described(name: str, thing: Any) -> str:
+    """An object's signature, docstring, and what a class has."""
+    text = prose(inspect.getdoc(thing) or "")
+    if not inspect.isclass(thing):
+        return directive("py:function", f"{name}{signature(thing)}", text)
+    members = "\n".join(_members(thing))
+    kind = "py:exception" if issubclass(thing, Exception) else "py:class"
+    return directive(kind, f"{name}{signature(thing)}", f"{text}\n\n{members}", depth=4)
+
+
+def signature(thing: Any) -> str:
+    """What is to be given, with defaults that can be written."""
+    if thing is meshwright.Overrides:  # its fields are records, listed beside
+        return "(**decisions)"
+    try:
+        found = inspect.signature(thing)
+    except ValueError:
+        return "()"
+    parameters = []
+    for parameter in found.parameters.values():
+        written = repr(parameter.default)
+        if parameter.default is not parameter.empty and not re.fullmatch(r"[\w.'\"()-]+", written):
+            parameter = parameter.replace(default=...)
+        if not isinstance(parameter.annotation, str):
+            parameter = parameter.replace(annotation=parameter.empty)
+        parameters.append(parameter)
+    returned = found.return_annotation
+    kept = returned if isinstance(returned, str) else found.empty
+    text = str(found.replace(parameters=parameters, return_annotation=kept))
+    return re.sub(r"'([^']*)'", r"\1", text).replace("Ellipsis", "...")
+
+
+def _members(of: type) -> Iterator[str]:
+    """Fields of a dataclass, then methods and properties that are defined here or by a base of
+    ours, each with a docstring."""
+    if dataclasses.is_dataclass(of):
+        fields = [
+            [f"`{f.name}`", f"`{f.type}`"] for f in dataclasses.fields(of) if f.name[0] != "_"
+        ]
+        yield table(["field", "type"], [[cell(x) for x in row] for row in fields])
+    for name, member in sorted(inspect.getmembers_static(of)):
+        inner = getattr(member, "__func__", member)
+        inner = member.fget if isinstance(member, property) else inner
+        inner = getattr(inner, "func", inner)  # of a cached property
+        if name[0] == "_" or not getattr(inner, "__module__", "").startswith("meshwright"):
+            continue
+        doc = inspect.getdoc(inner)
+        if not doc or not inspect.isfunction(inner):
+            continue
+        if isinstance(member, property) or not inspect.isfunction(getattr(of, name, None) or of):
+            yield _property_or_method(name, member, inner, doc)
+        else:
+            yield directive("py:method", f"{name}{signature(inner)}", prose(doc))
+
+
+def _property_or_method(name: str, member: Any, inner: Any, doc: str) -> str:
+    if isinstance(member, classmethod | staticmethod):
+        option = ":staticmethod:" if isinstance(member, staticmethod) else ":classmethod:"
+        return directive("py:method", f"{name}{signature(inner)}", f"{option}\n\n{prose(doc)}")
+    return directive("py:attribute", name, prose(doc))
