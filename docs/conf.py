@@ -5,6 +5,8 @@ author = "The Meshwright authors"
 copyright = author
 html_title = "Meshwright"
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 

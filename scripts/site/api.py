@@ -15,7 +15,7 @@ from scripts.site.markdown import cell, directive, prose, table
 # page -> title, first sentence, names by module
 PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     "planning": (
-        "Planning",
+        "API: planning",
         "One call plans; a cluster, decisions that are fixed, and the plan itself.",
         {
             "meshwright": (
@@ -30,7 +30,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         },
     ),
     "training": (
-        "Training",
+        "API: training",
         "The planned model, whole runs, data, and what logs them.",
         {
             "meshwright": (
@@ -45,7 +45,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         },
     ),
     "extending": (
-        "Extending",
+        "API: extending",
         "Rules for operators, leaves, experts of your own, schedules.",
         {
             "meshwright": ("rule", "leaf", "register_schedule", "Schedule"),
@@ -53,7 +53,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         },
     ),
     "exceptions": (
-        "Exceptions",
+        "API: exceptions",
         "Classes of errors; [Errors](../errors.md) lists the errors themselves.",
         {
             "meshwright": (
@@ -89,6 +89,16 @@ def described(name: str, thing: Any) -> str:
     return directive(kind, f"{name}{signature(thing)}", f"{text}\n\n{members}", depth=4)
 
 
+class Written:
+    """Text that stands in a signature as it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def signature(thing: Any) -> str:
     """What is to be given, with defaults that can be written."""
     if thing is meshwright.Overrides:  # its fields are records, listed beside
@@ -99,16 +109,14 @@ def signature(thing: Any) -> str:
         return "()"
     parameters = []
     for parameter in found.parameters.values():
-        written = repr(parameter.default)
-        if parameter.default is not parameter.empty and not re.fullmatch(r"[\w.'\"()-]+", written):
-            parameter = parameter.replace(default=...)
-        if not isinstance(parameter.annotation, str):
-            parameter = parameter.replace(annotation=parameter.empty)
-        parameters.append(parameter)
+        default, annotation = parameter.default, parameter.annotation
+        if default is not found.empty and not re.fullmatch(r"[\w.'\"()-]+", repr(default)):
+            default = Written("...")
+        annotation = Written(annotation) if isinstance(annotation, str) else found.empty
+        parameters.append(parameter.replace(default=default, annotation=annotation))
     returned = found.return_annotation
-    kept = returned if isinstance(returned, str) else found.empty
-    text = str(found.replace(parameters=parameters, return_annotation=kept))
-    return re.sub(r"'([^']*)'", r"\1", text).replace("Ellipsis", "...")
+    returned = Written(returned) if isinstance(returned, str) else found.empty
+    return str(found.replace(parameters=parameters, return_annotation=returned))
 
 
 def _members(of: type) -> Iterator[str]:
