@@ -3,13 +3,14 @@ stays text."""
 
 import copy
 import dataclasses
+import json
 
 import jsonschema
 import pytest
 
 from meshwright.cli import COMMANDS
 from scripts.record_plans import read
-from scripts.site import api, command_line, figures, hardware, rules, schemas
+from scripts.site import api, command_line, figures, gallery, hardware, rules, schemas
 from scripts.site.markdown import cell, prose
 
 
@@ -80,3 +81,11 @@ def test_results_name_their_command() -> None:
     text = figures.sources(head | {"families": [row, row | {"part": "fit", "rows": 0}]})
     assert text.startswith("`python -m x` (2026-11-29, m, torch 2)")
     assert r"| A\|B | 2 | 5.0 % | -1.0 % | +10.0 % | – | – | – |" in text
+
+
+def test_scripts_and_notebooks_have_pages() -> None:
+    pages = dict(gallery.files())
+    assert "dp2 x tp2" in pages["gallery/leaf.md"] and "@leaf(rule=" in pages["gallery/leaf.md"]
+    cells = [("markdown", ["# Title\n", "Text."]), ("code", ["x = 1\n", "y"])]
+    text = json.dumps({"cells": [{"cell_type": k, "source": lines} for k, lines in cells]})
+    assert gallery._notebook(text) == ("Title", "Text.\n\n```python\nx = 1\ny\n```\n")
