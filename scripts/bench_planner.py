@@ -160,7 +160,11 @@ def main() -> None:
     print(f"peak memory of the planner {peak:.2f} GiB")
     if args.record:
         command = " ".join(["python -m scripts.bench_planner", *args.cases, "--record"])
-        record("planning", command, title="Planning time", rows=rows)
+        note = (
+            "CPU seconds of one process, of one search; a machine that is busy with other work "
+            "takes up to twice as long."
+        )
+        record("planning", command, title="Planning time", note=note, rows=rows)
 
 
 if __name__ == "__main__":

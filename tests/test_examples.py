@@ -77,7 +77,7 @@ def test_the_quickstart_learns_as_one_device_does() -> None:
 @second_tier(MORE)
 def test_fine_tuning_goes_on_with_other_ranks(tmp_path: Path) -> None:
     losses = []
-    for ranks, steps in ((2, 2), (1, 4)):
+    for ranks, steps in ((2, 30), (1, 60)):
         given = ("--folder", str(tmp_path), "--steps", str(steps))
         done = launch(EXAMPLES / "finetune.py", *given, ranks=ranks, timeout_s=300)
         assert done.ok, done.tail()

@@ -113,7 +113,7 @@ def decisions() -> str:
         rows.append(
             [f"`{name}`", cell(d.what), cell(d.values), f"`{flag}`", written, "; ".join(more)]
         )
-    heads = ("decision", "meaning", "values", "flag", "in a plan file", "also")
+    heads = ("decision, flag", "meaning", "values", "in a plan file", "also")
     return table(heads, rows)
 
 
