@@ -108,11 +108,9 @@ def decisions() -> str:
         more = ["by glob over blocks"] * d.by_block
         more += [f'`forbid=["{name}"]`'] * d.forbidden
         more += [f'only with `allow=["{name}"]`'] * bool(d.allowed)
-        written = {"": "", "plan": "plan", "stage": "stage", "mesh": "mesh"}[d.written]
         flag = "--" + name.replace("_", "-")
-        rows.append(
-            [f"`{name}`", cell(d.what), cell(d.values), f"`{flag}`", written, "; ".join(more)]
-        )
+        values = cell(d.values) if d.legal or d.parts or d.is_flag else "from 1"
+        rows.append([f"`{name}` `{flag}`", cell(d.what), values, d.written, "; ".join(more)])
     heads = ("decision, flag", "meaning", "values", "in a plan file", "also")
     return table(heads, rows)
 
