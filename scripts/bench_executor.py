@@ -294,7 +294,7 @@ def main() -> None:
     if args.record:
         record(
             "executor",
-            "python -m scripts.bench_executor --record",
+            " ".join(["python -m scripts.bench_executor", *sys.argv[1:]]),
             title="The executor beside torch's own tools",
             note="Ours over theirs, step by step: median of the pairs, and quartiles. A GPT on 1 "
             "to 8 processes of one thread, gloo.",

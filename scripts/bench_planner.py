@@ -160,10 +160,7 @@ def main() -> None:
     print(f"peak memory of the planner {peak:.2f} GiB")
     if args.record:
         command = " ".join(["python -m scripts.bench_planner", *args.cases, "--record"])
-        note = (
-            "CPU seconds of one process, of one search; a machine that is busy with other work "
-            "takes up to twice as long."
-        )
+        note = "CPU seconds of one process, of one search; more on a busy machine."
         record("planning", command, title="Planning time", note=note, rows=rows)
 
 

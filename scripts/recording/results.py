@@ -1,7 +1,7 @@
 """Results of measurements as files, each with the command that made it: the documents' tables.
 
-`scripts/recording/results/NAME.json` has a title, the `command`, `date`, `machine`, torch's
-version, and tables: lists of rows, which are objects of the same keys.
+`scripts/recording/results/NAME.json` has a title, the `command`, `date`, `machine` with its
+load at the end, torch's version, and tables: lists of rows, which are objects of the same keys.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def record(
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores of {platform.machine()}",
         "torch": torch.__version__,
+        "load": os.getloadavg()[0],
     }
     RESULTS.mkdir(exist_ok=True)
     rows = {key: [_rounded(row) for row in of] for key, of in tables.items()}

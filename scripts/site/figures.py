@@ -34,8 +34,8 @@ def files() -> Iterator[tuple[str, str]]:
 
 def made(result: Mapping[str, Any]) -> str:
     """The command that made a result, when and where."""
-    where = f"{result['date']}, {result['machine']}, torch {result['torch']}"
-    return f"`{result['command']}` ({where})"
+    where = f"{result['machine']} at load {result['load']:.0f}, torch {result['torch']}"
+    return f"`{result['command']}` ({result['date']}, {where})"
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:

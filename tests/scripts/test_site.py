@@ -77,9 +77,9 @@ def test_rules_are_listed() -> None:
 def test_results_name_their_command() -> None:
     row = {"name": "A|B", "part": "score", "rows": 2, "error": 0.05, "bias": -0.01}
     row |= {"worst": 0.1, "spearman": None, "regret": None}
-    head = {"command": "python -m x", "date": "2026-11-29", "machine": "m", "torch": "2"}
+    head = {"command": "python -m x", "date": "2026-11-29", "machine": "m", "load": 1, "torch": "2"}
     text = figures.sources(head | {"families": [row, row | {"part": "fit", "rows": 0}]})
-    assert text.startswith("`python -m x` (2026-11-29, m, torch 2)")
+    assert text.startswith("`python -m x` (2026-11-29, m at load 1, torch 2)")
     assert r"| A\|B | 2 | 5.0 % | -1.0 % | +10.0 % | – | – | – |" in text
 
 
