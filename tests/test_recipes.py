@@ -52,7 +52,9 @@ def test_blocks_are_run_or_said_to_be_untried(page: Path) -> None:
 
 
 def all_commands() -> list[str]:
-    texts = [page.read_text(encoding="utf-8") for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]]
+    """Those of all pages but that of errors, whose messages begin with commands."""
+    pages = {*DOCS.rglob("*.md"), *ROOT.glob("*.md")} - {DOCS / "reference" / "errors.md"}
+    texts = [page.read_text(encoding="utf-8") for page in sorted(pages)]
     shells = [text for page in texts for text in re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)]
     return [call for text in shells for call in commands(text) if "..." not in call]
 
