@@ -128,22 +128,21 @@ def _members(of: type) -> Iterator[str]:
         ]
         yield table(["field", "type"], [[cell(x) for x in row] for row in fields])
     for name, member in sorted(inspect.getmembers_static(of)):
-        inner = getattr(member, "__func__", member)
-        inner = member.fget if isinstance(member, property) else inner
-        inner = getattr(inner, "func", inner)  # of a cached property
-        if name[0] == "_" or not getattr(inner, "__module__", "").startswith("meshwright"):
-            continue
+        inner = getattr(member, "__func__", member)  # of a class's or a static method
+        inner = getattr(inner, "fget", getattr(inner, "func", inner))  # of a property
         doc = inspect.getdoc(inner)
-        if not doc or not inspect.isfunction(inner):
-            continue
-        if isinstance(member, property) or not inspect.isfunction(getattr(of, name, None) or of):
-            yield _property_or_method(name, member, inner, doc)
-        else:
-            yield directive("py:method", f"{name}{signature(inner)}", prose(doc))
+        ours = str(getattr(inner, "__module__", "")).startswith("meshwright")
+        if name[0] != "_" and ours and doc and inspect.isfunction(inner):
+            yield _member(name, member, inner, doc)
 
 
-def _property_or_method(name: str, member: Any, inner: Any, doc: str) -> str:
-    if isinstance(member, classmethod | staticmethod):
-        option = ":staticmethod:" if isinstance(member, staticmethod) else ":classmethod:"
-        return directive("py:method", f"{name}{signature(inner)}", f"{option}\n\n{prose(doc)}")
+def _member(name: str, member: Any, inner: Any, doc: str) -> str:
+    """A method, without what it is called on, or a property."""
+    if isinstance(member, staticmethod):
+        return directive("py:staticmethod", f"{name}{signature(inner)}", prose(doc))
+    called = re.sub(r"^\((?:self|cls)(?:, )?", "(", signature(inner))
+    if isinstance(member, classmethod):
+        return directive("py:classmethod", f"{name}{called}", prose(doc))
+    if inspect.isfunction(member):
+        return directive("py:method", f"{name}{called}", prose(doc))
     return directive("py:attribute", name, prose(doc))

@@ -8,6 +8,7 @@ import json
 import jsonschema
 import pytest
 
+import meshwright
 from meshwright.cli import COMMANDS
 from scripts.record_plans import read
 from scripts.site import api, command_line, figures, gallery, hardware, rules, schemas
@@ -61,6 +62,9 @@ class Record:
 def test_signatures_are_written_with_defaults_that_can_be() -> None:
     assert api.signature(function) == "(model, *, rows=2, clock=...)"
     assert "| `name` |" in api.described("Record", Record)
+    cluster = api.described("Cluster", meshwright.Cluster)
+    assert "{py:classmethod} detect(environ: Mapping[str, str] = ...) -> Cluster" in cluster
+    assert "{py:attribute} num_devices" in cluster and "{py:method} describe() -> str" in cluster
 
 
 def test_hardware_has_its_sources() -> None:
