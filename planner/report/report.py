@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.planner.document import Document, Part, Table
-from meshwright.planner.page import SCHEMA, framed_page, render_page
+from meshwright.planner.page import SCHEMA, check_installed, framed_page, render_page
 from meshwright.planner.plan import Plan, counted, layout_words, peak_words, seconds, sized, slower
 from meshwright.planner.report.components import Components, busiest
 from meshwright.planner.report.details import Details, Row, cost_of
@@ -37,6 +37,8 @@ class DeferredAnswers(Protocol):
 
     def proof(self) -> Row: ...
 
+    def surely_fits(self) -> Row: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
@@ -55,7 +57,8 @@ class Report:
     `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: searched
     when they are first asked for, of several ranks by the one that priced the plan; so are the
     `details`. `rehearsed` is there after a rehearsal, on which the summary's verdict on memory then
-    rests. `aside` are the `notes` on other plans.
+    rests. `aside` are the `notes` on other plans. `made` are the model's name, the date and the
+    versions of meshwright and torch, and what the command line was given: `module`, `cluster`.
     """
 
     plan: Plan
@@ -70,6 +73,7 @@ class Report:
     excluded: Sequence[Row] = ()
     aside: Sequence[str] = ()
     rehearsed: Rehearsed | None = None
+    made: Mapping[str, str] = field(default_factory=dict, compare=False)
     details: Details | None = field(default=None, repr=False, compare=False)
     deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
 
@@ -108,6 +112,12 @@ class Report:
         numbers."""
         return self.deferred.advice() if self.deferred else []
 
+    @property
+    def surely_fits(self) -> Row:
+        """Row like `alternatives` of the fastest plan that fits with 90 % or more, and the
+        `memory_margin` that finds it, where the chosen one may not fit."""
+        return self.deferred.surely_fits() if self.deferred else {}
+
     def sensitivity(self) -> Sequence[Row]:
         """Properties of the cluster, the factors on them that would flip the decision, and the
         plans then chosen, of those known from the search, which are priced again: seconds."""
@@ -117,6 +127,7 @@ class Report:
         """Plain data: seconds, bytes, names, as docs/report.md says; `schema` is its version."""
         return {
             "schema": SCHEMA,
+            "made": dict(self.made),
             "summary": dict(self.summary),
             "proof": dict(self.deferred.proof()) if self.deferred else {},
             "stages": [dict(s) for s in self.stages],
@@ -127,6 +138,7 @@ class Report:
             "alternatives": [dict(a) for a in self.alternatives],
             "overrides": [dict(o) for o in self.overrides],
             "advice": [dict(a) for a in self.advice],
+            "surely_fits": dict(self.surely_fits),
             "solver": [dict(s) for s in self.solver],
             "excluded": [dict(e) for e in self.excluded],
             "assumptions": list(self.assumptions),
@@ -164,6 +176,7 @@ class Report:
         ranks that did not price the plan. Raises ImportError without `meshwright[report]`."""
         if self.details is None:
             return None
+        check_installed()
         data, path, trace = self.to_dict(), checked_path(path, "report.html: path"), ""
         if sensitivity:
             data["sensitivity"] = [dict(row) for row in self.sensitivity()]
