@@ -196,7 +196,7 @@ def tiles(data: Row) -> list[Fact]:
     rehearsed = peaks_of(summary).get(REHEARSED)
     peak = f"{between(gib, summary['memory_interval_bytes'])} with {level}"
     peak = f"{REHEARSED} {gib(rehearsed).text}" if rehearsed else peak
-    idle = ("bubble", share(summary["bubble_fraction"]), "of the pipeline's time devices wait")
+    idle = _bubble(summary)
     if len(data["device_groups"]) == 1:
         waits = sum(
             parts.get(name, 0.0) for name in ("exposed communication", "gradient reduction")
@@ -216,6 +216,10 @@ def tiles(data: Row) -> list[Fact]:
     ]  # fmt: skip
 
 
+def _bubble(summary: Row) -> Fact:
+    return "bubble", share(summary["bubble_fraction"]), "of the pipeline's time devices wait"
+
+
 def more_numbers(data: Row) -> list[Fact]:
     """Rates of a device, other units, and what the run costs where it was asked."""
     through, flops = data["throughput"], data["throughput"]["model_flops_per_s_per_device"]
@@ -226,6 +230,8 @@ def more_numbers(data: Row) -> list[Fact]:
         )
         facts.append(("rows a second", number(through["rows_per_s"]), rows))
         facts.append(("tokens a second and device", number(through["tokens_per_s_per_device"]), ""))
+    if len(data["device_groups"]) == 1:
+        facts.append(_bubble(data["summary"]))
     hours = f"{_within(number, through, 'device_hours')}of a step"
     return [
         *facts,
@@ -265,7 +271,7 @@ def fit_answers(data: Row) -> list[tuple[str, str]]:
     """Whether the plan fits, what decides it, and the plan that surely fits with its cost."""
     return [
         ("This plan", _likely(data["summary"])),
-        ("What decides", _decides(data)),
+        ("What decides", decides(data)),
         ("Surely fits", _surely(data)),
     ]
 
@@ -282,7 +288,7 @@ def _likely(summary: Row) -> str:
     )
 
 
-def _decides(data: Row) -> str:
+def decides(data: Row) -> str:
     """The largest part of the fullest device, and when its peak comes."""
     fullest = max(data["memory"], key=lambda row: row["priced_bytes"])
     part, nbytes = max(fullest["parts"].items(), key=lambda part: part[1])

@@ -18,9 +18,9 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from meshwright.planner.page import front
-from meshwright.planner.page.cells import Row, between, gib, many, sent, share, stage_words, time
+from meshwright.planner.page.cells import Row, between, many, sent, share, stage_words, time
 from meshwright.planner.page.tables import busiest_stage, compared, diagrams, tables, without_plan
-from meshwright.planner.plan import counted, peak_words, seconds, slower
+from meshwright.planner.plan import counted, seconds, slower
 from meshwright.profiles.inputs import NotInstalledError, write_text
 from meshwright.profiles.store import default_path
 
@@ -281,7 +281,7 @@ def answers(data: Row) -> dict[str, str]:
     return {
         **({"rehearsal": _rehearsed(data["rehearsal"])} if "rehearsal" in data else {}),
         "alternatives": _alternatives(data),
-        "memory": _memory(data),
+        "memory": f"Most are {front.decides(data)}",
         "components": _components(data),
         "timeline": _timeline(data),
         "communication": _communication(data),
@@ -304,19 +304,6 @@ def _alternatives(data: Row) -> str:
     return (
         f"The fastest of the {len(others)} others, {first['plan']}, {takes} "
         f"({slower(first['slower'])}){', less than prices resolve: a tie' * first['tie']}."
-    )
-
-
-def _memory(data: Row) -> str:
-    fullest = max(data["memory"], key=lambda row: row["priced_bytes"])
-    part, nbytes = max(fullest["parts"].items(), key=lambda part: part[1])
-    capacity = gib(data["summary"]["memory_bytes"]).text
-    rehearsed = data["summary"].get("rehearsed_memory_bytes")
-    return (
-        f"A device of {stage_words(fullest['stages'])} takes most, "
-        f"{gib(fullest['priced_bytes']).text} of {capacity}; {part} {gib(nbytes).text} of it. "
-        f"The peak comes in the {peak_words(fullest['moment'], fullest['block'])}."
-        + (f" Rehearsed were {gib(max(rehearsed)).text}." if rehearsed else "")
     )
 
 

@@ -14,7 +14,16 @@ from typing import Any, Protocol
 
 from meshwright.planner.document import Document, Part, Table
 from meshwright.planner.page import SCHEMA, check_installed, framed_page, render_page
-from meshwright.planner.plan import Plan, counted, layout_words, peak_words, seconds, sized, slower
+from meshwright.planner.plan import (
+    Plan,
+    counted,
+    layout_words,
+    made_words,
+    peak_words,
+    seconds,
+    sized,
+    slower,
+)
 from meshwright.planner.report.components import Components, busiest
 from meshwright.planner.report.details import Details, Row, cost_of
 from meshwright.profiles.inputs import checked_path, write_text
@@ -286,8 +295,9 @@ def _head(report: Report, proof: Row) -> list[str]:
     s, rows_per_s = report.summary, report.summary["rows_per_s"]
     rows = counted(rows_per_s) if rows_per_s >= 1000 else f"{rows_per_s:.4g}"
     tokens = f"{counted(s['tokens_per_s'])} tokens/s, " if s.get("tokens_per_s") else ""
+    name = f"{report.made['model']}, " if report.made.get("model") else ""
     return [
-        f"{counted(s['parameters'])} parameters on {s['cluster']}",
+        f"{name}{counted(s['parameters'])} parameters on {s['cluster']}",
         f"Chosen: {s['chosen']}",
         f"  step {seconds(s['step_time_s'])}, {rows} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
@@ -554,7 +564,9 @@ def _solver(report: Report) -> list[str]:
 def _planned_in(report: Report) -> str:
     phases = {name: s for name, s in report.phases_s.items() if s >= LEAST_PHASE_S}
     spent = ", ".join(f"{name} {s:.1f} s" for name, s in phases.items())
-    return f"Planned in {sum(report.phases_s.values()):.1f} s" + (f": {spent}" if spent else "")
+    by = f" {made_words(report.made)}" if report.made else ""
+    planned = f"Planned in {sum(report.phases_s.values()):.1f} s{by}"
+    return planned + (f": {spent}" if spent else "")
 
 
 def _bullets(title: str, lines: Sequence[str]) -> list[str]:
