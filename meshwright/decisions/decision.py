@@ -8,12 +8,12 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import meshwright
 from meshwright.costmodel.graph import Graph
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing import Prediction
 from meshwright.planner.report import Report
+from meshwright.profiles import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,6 @@ def made_now(graph: Graph) -> dict[str, str]:
     return {
         "model": graph.name,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "meshwright": meshwright.__version__,
+        "meshwright": VERSION,
         "torch": version("torch"),
     }

@@ -15,6 +15,7 @@ from meshwright.planner.page.cells import (
     Cell,
     Row,
     between,
+    ends,
     gib,
     many,
     number,
@@ -34,10 +35,10 @@ ZERO = {  # what replicas divide among them
     3: "weights, gradients and the optimizer's states",
 }
 MOST_SURE = 0.99  # that a probability is said to be
-COLOURS = (  # of stages, here and in the timeline
-    "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#ff9da6",
+COLOURS = (  # of device groups, here and in the timeline
+    "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#9fa844",
 )  # fmt: skip
-BRIGHT = ("#f58518", "#eeca3b", "#72b7b2", "#ff9da6")  # on which black is read better than white
+BRIGHT = ("#f58518", "#eeca3b", "#72b7b2", "#9fa844")  # on which black is read better than white
 MOST_NODES = 8  # of a device group that are drawn
 MOST_RANKS = 128  # of all groups: more are drawn by a node of each
 MOST_GROUPS = 32  # that are drawn
@@ -155,10 +156,14 @@ def picture(data: Row) -> list[Group]:
     most = 1 if ranks > MOST_RANKS else MOST_NODES
     half = MOST_GROUPS // 2
     drawn = groups if len(groups) <= MOST_GROUPS else [*groups[:half], *groups[-half:]]
-    return [_group(data, row, most) for row in drawn]
+    inner = {row["ranks"]: inner_words(row, data["stages"][row["stages"][0]]) for row in groups}
+    if len(set(inner.values())) == 1:  # which the sentence says
+        inner = dict.fromkeys(inner, "")
+    colours = {row["ranks"]: COLOURS[k % len(COLOURS)] for k, row in enumerate(groups)}
+    return [_group(data, row, colours[row["ranks"]], inner[row["ranks"]], most) for row in drawn]
 
 
-def _group(data: Row, row: Row, most: int) -> Group:
+def _group(data: Row, row: Row, colour: str, about: str, most: int) -> Group:
     per_node = data["cluster"]["devices_per_node"]
     places = [*enumerate(expand_ranks(row["ranks"]))]
     replica = row["cp"] * row["tp"]
@@ -168,12 +173,11 @@ def _group(data: Row, row: Row, most: int) -> Group:
         nodes.append(
             Node(name=f"node {name}", replicas=[[rank for _, rank in of] for _, of in replicas])
         )
-    colour = COLOURS[row["stages"][0] % len(COLOURS)]
     blocks = [", ".join(data["stages"][k]["blocks"]) for k in row["stages"]]
     return Group(
         title=stage_words(row["stages"]) if len(data["stages"]) > 1 else "all ranks",
-        blocks="; ".join(blocks),
-        about=inner_words(row, data["stages"][row["stages"][0]]),
+        blocks=ends(blocks, "; "),
+        about=about,
         colour=colour,
         ink="#000" if colour in BRIGHT else "#fff",
         nodes=nodes[:most],

@@ -46,8 +46,8 @@ for (const button of document.querySelectorAll("[data-copy]")) {
     }
   });
 }
-// a table that is wider than its place shows it
-for (const place of document.querySelectorAll(".scroll")) {
+// what is wider than its place shows it
+for (const place of document.querySelectorAll(".scroll, nav ol")) {
   const look = () => {
     const left = place.scrollWidth - place.clientWidth - place.scrollLeft;
     place.classList.toggle("more", left > 2);

@@ -141,7 +141,7 @@ def timeline(data: Row) -> dict[str, Any]:
         drawn.append({"start_s": start_s, "unit_s": unit_s, "boxes": boxes, **ends})
     return {
         "groups": [stage_words(group["stages"]) for group in data["device_groups"]],
-        "stages": len(data["stages"]),
+        "stages": [[*group["stages"]] for group in data["device_groups"]],
         "colours": front.COLOURS,
         "kinds": kinds,
         "ticks": TICKS,

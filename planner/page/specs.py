@@ -163,8 +163,7 @@ def communication(data: Row) -> Spec | None:
             parts["hidden"] += row["seconds"] - row["exposed_s"]
     bars = dict(sorted(by_name.items(), key=lambda bar: -sum(bar[1].values())))
     colours = ("#e45756", "#9ecae9")
-    title = f"of a step, stage {stage}"
-    chart = stacked(bars, title, of="communication", unit="s", colours=colours)
+    chart = stacked(bars, "of a step", of="communication", unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
     return specified(chart, label, height=2 * BAR * len(bars))
 

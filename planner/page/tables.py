@@ -269,8 +269,14 @@ def _close(value: float) -> str:
 
 
 def without_plan(data: Row) -> list[Row]:
-    """Families without a plan, and why."""
-    return [row for row in data["alternatives"] if not row.get("plan")]
+    """Families without a plan, and why; those for one reason in a row."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in data["alternatives"]:
+        if not row.get("plan"):
+            excluded = row.get("excluded", [])
+            same = rows.setdefault((row["why"], *excluded), {**row, "family": []})
+            same["family"].append(row["family"])
+    return [row | {"family": ", ".join(row["family"])} for row in rows.values()]
 
 
 # --- diagrams of blocks: lines from top to bottom as a rank runs them -----------------------------

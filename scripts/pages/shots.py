@@ -48,8 +48,9 @@ class Shown:
 
 def t5() -> Model:  # T5-3B
     config = hf.T5Config(
-        vocab_size=32128, d_model=1024, d_kv=128, d_ff=16384, num_heads=32, num_layers=24
-    )
+        vocab_size=32128, d_model=1024, d_kv=128, d_ff=16384, num_heads=32, num_layers=24,
+        decoder_start_token_id=0,
+    )  # fmt: skip
     ids = torch.empty(2, 512, dtype=torch.long, device="meta")
     with torch.device("meta"):
         module = hf.T5ForConditionalGeneration(config)
@@ -59,7 +60,7 @@ def t5() -> Model:  # T5-3B
 MODELS: Mapping[str, Shown] = {
     "llama-70b": Shown(
         name="Llama-3-70B", model=lambda: llama_70b(4096), node="dgx-h100", nodes=8, batch=256,
-        overrides={"pp": 4, "tp": 4},
+        overrides={"pp": 4, "tp": 4, "schedule": "1f1b"},
     ),
     "gpt2": Shown(
         name="GPT-2", model=lambda: gpt(12, 768, 12, 50257, 1024), node="dgx-h100", nodes=1,

@@ -112,7 +112,7 @@ class Difference:
         return str(self.document())
 
     def document(self) -> Document:
-        """What A and B are; decisions, and what they cost, as tables."""
+        """Models and dates of A and B; decisions, and their costs, as tables."""
         both = zip("AB", self.made, strict=True)
         parts: list[Part] = [
             f"{name}: {made.get('model') or 'a model'} {made_words(made)}"

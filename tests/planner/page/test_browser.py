@@ -205,6 +205,7 @@ def test_links_stay_in_sight_and_wide_tables_say_so(
 
 def test_what_is_copied_is_the_plan(browser: WebDriver, path: Path) -> None:
     opened(browser, path)
+    browser.execute_script("document.querySelector('#plan-json').closest('details').open = true")
     shown = elements(browser, "#plan-json")[0].get_attribute("textContent")
     assert json.loads(shown or "") == report_of_axes().to_dict()["plan"]
     button = elements(browser, "[data-copy='plan-json']")[0]
