@@ -197,7 +197,8 @@ def test_links_stay_in_sight_and_wide_tables_say_so(
     marked = "return document.querySelector('nav [aria-current]')?.hash"
     WebDriverWait(browser, TIMEOUT_S).until(lambda b: b.execute_script(marked) == "#communication")
     wide, said = browser.execute_script("""
-        const open = [...document.querySelectorAll('.scroll')].filter(e => e.clientWidth);
+        const places = [...document.querySelectorAll('.scroll')];
+        const open = places.filter(e => !e.closest('[hidden], details:not([open])'));
         return [open.filter(e => e.scrollWidth > e.clientWidth + 2).length,
                 open.filter(e => e.classList.contains('more')).length]""")
     assert wide == said and bool(wide) >= (width == 360)
