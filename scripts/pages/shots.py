@@ -105,12 +105,12 @@ def pictures(browser: WebDriver, page: Path) -> Iterator[str]:
             asked = seen.asked_for(browser) - {page.as_uri()}
             yield from (f"{at}: asked for {url}" for url in asked)
             yield from (f"{at}: {name} is too wide" for name in seen.beyond(browser))
-            yield from (f"{at}: {name} has no label" for name in seen.unlabelled(browser))
             height = browser.execute_script("return document.documentElement.scrollHeight")
             for top in range(0, height, PIECE):
                 name = f"{page.stem}-{width}-{scheme}-{top // PIECE}.png"
                 size = width, min(PIECE, height - top)
                 shot(browser, page.with_name(name), top, *size)
+            yield from (f"{at}: {name} has no label" for name in seen.unlabelled(browser))
 
 
 def shot(browser: WebDriver, file: Path, top: int, width: int, height: int) -> None:
