@@ -57,9 +57,9 @@ function beside(window) {
   return boxes;
 }
 
-function shown(seconds) {
+function shown(seconds, digits = 4) {
   const [unit, factor] = seconds >= 1 ? ["s", 1] : seconds >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
-  return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
+  return `${Number((seconds * factor).toPrecision(digits))} ${unit}`;
 }
 
 function timeline(canvas) {
@@ -100,14 +100,15 @@ function timeline(canvas) {
     const power = 10 ** Math.floor(Math.log10(rough)), parts = rough / power;
     const step = power * (parts > 5 ? 10 : parts > 2 ? 5 : parts > 1 ? 2 : 1);
     const zero_s = start_s + view[0] * unit_s, y = TOP + groups.length * row + 4;
-    pen.fillStyle = pen.strokeStyle = ink;
+    const digits = Math.max(2, Math.ceil(Math.log10((zero_s + span_s) / step)) + 1);
+    pen.fillStyle = ink;
     pen.textAlign = "center";
     for (let s = Math.ceil(zero_s / step) * step; s <= zero_s + span_s; s += step) {
       const at = x((s - start_s) / unit_s);
       pen.globalAlpha = 0.25;
       pen.fillRect(at, TOP, 1, y - TOP);
       pen.globalAlpha = 1;
-      if (at > left + 10 && at < width - 24) pen.fillText(Math.abs(s) < step / 2 ? "0" : shown(s), at, y + 14);
+      if (at > left + 10 && at < width - 24) pen.fillText(s < step / 2 ? "0" : shown(s, digits), at, y + 14);
     }
   }
 
@@ -197,8 +198,9 @@ function timeline(canvas) {
   });
   for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => { drags = null; });
   new ResizeObserver(() => move(view[0], view[1] - view[0])).observe(figure);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  addEventListener("beforeprint", draw);
+  for (const media of ["(prefers-color-scheme: dark)", "print"]) {
+    matchMedia(media).addEventListener("change", draw);
+  }
   draw();
 }
 document.querySelectorAll("[data-timeline]").forEach(timeline);

@@ -202,6 +202,7 @@ class Report:
         if self.details is None:
             return None
         try:
+            check_installed()
             return framed_page(self.to_dict())
         except ImportError as error:
             return f"<pre>{escape(str(self))}\n\n{escape(str(error))}</pre>"

@@ -127,10 +127,7 @@ def _closing(args: argparse.Namespace, report: Report) -> list[str]:
     )
     where = "Run it:"
     if nodes > 1:
-        where = (
-            f"Run it on each of {nodes} nodes; MASTER is the first one's name, NODE this one's "
-            "number from 0:"
-        )
+        where = f"Run it on each of {nodes} nodes (HOST: the first one, NODE: this one's number):"
     return [*lines, where, *(f"{line} \\" for line in wrapped[:-1]), wrapped[-1]]
 
 
