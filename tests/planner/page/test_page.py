@@ -178,25 +178,6 @@ def test_events_are_where_they_were(data: dict[str, Any]) -> None:
         assert end_s == pytest.approx(float(event["end_s"]), abs=2 * unit_s)
 
 
-def test_communication_of_passes_is_that_of_the_ledger(data: dict[str, Any]) -> None:
-    """Beside the boxes of the timeline: no second is lost, and none is added."""
-    m = data["plan"]["num_microbatches"]
-    for stage, passes in enumerate(data["timeline"]["communication_s"]):
-        rows = [row for row in data["communication"] if row["stage"] == stage]
-        rows = [row for row in rows if row["axis"] != "pipeline"]  # messages are events
-        exposed = sum(passes[name][0] * n for name, n in times(m).items())
-        hidden = sum(passes[name][1] * n for name, n in times(m).items())
-        assert exposed == pytest.approx(sum(row["exposed_s"] for row in rows))
-        assert exposed + hidden == pytest.approx(sum(row["seconds"] for row in rows))
-        assert passes["forward"][0] > 0  # of the tensor axis
-
-
-def times(microbatches: int) -> dict[str, int]:
-    """Passes of a step by the name of their communication."""
-    both = dict.fromkeys(("forward", "backward"), microbatches)
-    return both | dict.fromkeys(("first_forward", "last_backward"), 1)
-
-
 def test_the_file_asks_for_nothing(text: str, page: Page) -> None:
     assert len(text.encode()) < MOST_BYTES
     sources = [own for tag, own in page.elements if tag in ("script", "img", "iframe")]
