@@ -133,6 +133,7 @@ class Graph:
     operators, each on one parameter and plain numbers, that run before a step's first forward.
     `known` are values that follow from inputs alone, with what they were when traced: the course of
     the forward depends on them. A graph with its loss in `loss_parts` was made of the `whole`.
+    `name` is the model's, for people.
     """
 
     values: Mapping[str, TensorMeta]
@@ -156,6 +157,7 @@ class Graph:
     known: Mapping[str, torch.Tensor] = field(default_factory=dict)
     loss_parts: int = 1
     whole: Graph | None = None
+    name: str = ""
 
     def behind(self, values: Iterable[str]) -> set[str]:
         """These values, and all that they are made of."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meshwright.profiles import VERSION
 from meshwright.profiles.inputs.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = VERSION
 __getattr__, __all__ = lazy_exports(__name__, __file__)
 
 

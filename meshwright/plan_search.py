@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decisions import Decision, Request, check_units, in_tf32
+from meshwright.decisions import Decision, Request, check_units, in_tf32, made_now
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import (
     CHUNKS,
@@ -124,10 +124,11 @@ def _searched(
     report = explain_search(result, search.problem, phases_s)
     restricted = restrict(request.overrides, search.problem.graph, allow=problem.allow)
     unheeded = without_effect(restricted, result.best.plan, result.best.assignments)
-    report = replace(report, notes=(*report.notes, *unheeded, *whole))
+    made, answers = made_now(problem.graph), Answers(search=search, result=result)
+    plan, notes = replace(report.plan, made=made), (*report.notes, *unheeded, *whole)
     return SearchedPlan(
-        plan=result.best.plan,
-        report=replace(report, deferred=Answers(search=search, result=result)),
+        plan=plan,
+        report=replace(report, plan=plan, notes=notes, made=made, deferred=answers),
         prediction=result.best.evaluation.prediction,
         programs=search.programs,
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
+from meshwright.costmodel.graph import Graph
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing import Prediction
 from meshwright.planner.report import Report
+from meshwright.profiles import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +44,13 @@ class Decision:
         report = replace(self.report, details=None, deferred=None)
         decision = partial(Decision, plan=self.plan, report=report, prediction=self.prediction)
         return decision, ()
+
+
+def made_now(graph: Graph) -> dict[str, str]:
+    """The model's name, today's date (UTC), and the versions that a plan and its report carry."""
+    return {
+        "model": graph.name,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "meshwright": VERSION,
+        "torch": version("torch"),
+    }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decisions.decision import Decision, Request
+from meshwright.decisions.decision import Decision, Request, made_now
 from meshwright.executor.ranks import launch
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.overrides import check_plan_for
@@ -43,6 +44,7 @@ def take_plan(
         check_memory(priced.prediction, problem.cluster)
         _check_margin(priced.prediction, problem.cluster, memory_margin)
         report = explain_plan(priced, priced.priced[0].setting.problem, phases_s)
+        report = replace(report, made=made_now(problem.graph))
         return Decision(plan=plan, report=report, prediction=priced.prediction)
 
     return launch.agree_on(price)

@@ -19,6 +19,7 @@ from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
+from meshwright.costmodel.intervals import SURE
 from meshwright.costmodel.memo import Memo
 from meshwright.planner.alternatives.alternatives import (
     WORTH,
@@ -140,6 +141,7 @@ class Answers:
         known = vars(self)
         known.setdefault("families", [])
         known.setdefault("margin", None)
+        known.setdefault("_sure", {})
 
     def _search_families(self) -> None:
         search = self.search
@@ -210,6 +212,27 @@ class Answers:
             return {}
         gap = max(0.0, self.result.best.step_time_s / bound_s - 1.0)
         return {"equal_bound_s": bound_s, "equal_gap": gap}
+
+    def surely_fits(self) -> dict[str, Any]:
+        """The best plan that fits with `SURE`, where the chosen one may not; with the
+        `memory_margin` that it takes."""
+        return self._sure
+
+    @cached_property
+    def _sure(self) -> dict[str, Any]:
+        best, cluster = self.result.best.evaluation, self.search.problem.cluster
+        if best.prediction.memory_probability(cluster) >= SURE:
+            return {}
+        most = best.prediction.memory_error.high  # which so many stay below
+        margin = math.ceil(1000 * max(0.0, 1 - 1 / most)) / 1000
+        search = self.search.like(memory_margin=margin)
+        try:
+            result = self._timed("a plan that surely fits", search.run)
+        except (InfeasibleError, OverrideError):
+            return {"memory_margin": margin, "plan": None}
+        sure = result.best.evaluation
+        likely = sure.prediction.memory_probability(cluster)
+        return {"memory_margin": margin, "memory_probability": likely, **plan_row(sure, best)}
 
     # --- overrides ---
 

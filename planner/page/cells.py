@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.planner.plan import GIB, seconds, sized
 
 Row = Mapping[str, Any]
+MOST_ENDS = 3  # names that are all written
 REHEARSED = "rehearsed"  # peak beside the predicted one
 SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -83,8 +84,15 @@ def scaled(value: float, unit: str) -> Cell:
 
 
 def stage_words(stages: Sequence[int]) -> str:
-    """`stage 3`, or `stages 0, 4`."""
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    """`stage 3`, `stages 0, 4`, or `stages 0, 4 … 60`."""
+    return f"stage{'s' * (len(stages) > 1)} {ends([*map(str, stages)], ', ')}"
+
+
+def ends(names: Sequence[str], between: str) -> str:
+    """All names, or of many the first two and the last."""
+    if len(names) <= MOST_ENDS:
+        return between.join(names)
+    return f"{between.join(names[:2])} … {names[-1]}"
 
 
 def many(count: int, thing: str) -> str:

@@ -46,6 +46,28 @@ for (const button of document.querySelectorAll("[data-copy]")) {
     }
   });
 }
+// what is wider than its place shows it
+for (const place of document.querySelectorAll(".scroll, nav ol")) {
+  const look = () => {
+    const left = place.scrollWidth - place.clientWidth - place.scrollLeft;
+    place.classList.toggle("more", left > 2);
+  };
+  place.addEventListener("scroll", look, {passive: true});
+  new ResizeObserver(look).observe(place);
+}
+// the link to what is read is marked
+const links = new Map([...document.querySelectorAll("nav a")].map(a => [a.hash.slice(1), a]));
+const seen = new Set();
+const watch = new IntersectionObserver(entries => {
+  for (const {target, isIntersecting} of entries) {
+    if (isIntersecting) seen.add(target.id); else seen.delete(target.id);
+  }
+  const first = [...links.keys()].find(name => seen.has(name));
+  for (const [name, link] of links) link.toggleAttribute("aria-current", name === first);
+  const bar = document.querySelector("nav ol"), link = links.get(first);
+  if (link) bar.scrollLeft = link.offsetLeft - bar.clientWidth / 2;
+}, {rootMargin: "-20% 0px -60% 0px"});
+document.querySelectorAll("main section").forEach(each => watch.observe(each));
 // on paper there are no clicks: the tables and lists are open there
 const closed = new Set();
 addEventListener("beforeprint", () => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import csv
 import hashlib
 import html
 import importlib
@@ -14,11 +15,12 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import Any
 
-from meshwright.planner.page.block_diagrams import diagrams
-from meshwright.planner.page.cells import Row, between, gib, many, sent, share, stage_words, time
-from meshwright.planner.page.tables import busiest_stage, compared, facts, tables, without_plan
-from meshwright.planner.plan import counted, peak_words, seconds, slower
+from meshwright.planner.page import front
+from meshwright.planner.page.cells import Row, between, many, sent, share, stage_words, time
+from meshwright.planner.page.tables import busiest_stage, compared, diagrams, tables, without_plan
+from meshwright.planner.plan import counted, seconds, slower
 from meshwright.profiles.inputs import NotInstalledError, write_text
 from meshwright.profiles.store import default_path
 
@@ -31,6 +33,8 @@ POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 HEIGHT = 800  # pixels, in a notebook
+MOST_NUMBERED = 64  # ranks whose numbers are written
+TICKS = 1_000_000  # of a window: its events are drawn to this part of it
 
 
 def render_page(data: Row, *, trace: str = "") -> str:
@@ -51,8 +55,8 @@ def render_page(data: Row, *, trace: str = "") -> str:
     _needed("altair")
     specs = importlib.import_module(f"{__package__}.specs")
     charts = specs.charts({**data, "compared": plans})
-    charts_json = json.dumps(charts, separators=(",", ":"))
-    scripts = [_library(), (FOLDER / "page.js").read_text(encoding="utf-8")]
+    own = [(FOLDER / name).read_text(encoding="utf-8") for name in ("timeline.js", "page.js")]
+    scripts, drawn = [_library(), "\n".join(own)], timeline(data)
     text: str = environment.get_template("page.html.j2").render(
         data=data,
         trace=trace,
@@ -63,13 +67,22 @@ def render_page(data: Row, *, trace: str = "") -> str:
         bound=seconds(data["summary"].get("bound_s", 0.0)),
         without_plan=without_plan(data),
         answers=answers(data),
-        facts=facts(data),
+        made=_made(data),
+        sentence=front.sentence(data),
+        picture=front.picture(data),
+        numbered=_ranks_of(data) <= MOST_NUMBERED,
+        tiles=front.tiles(data),
+        more_numbers=front.more_numbers(data),
+        fit=front.fit_answers(data),
+        left_out=front.left_out(data),
         tables=tables(data),
         diagrams=diagrams(data),
         charts=charts,
-        charts_json=charts_json.replace("<", "\\u003c"),  # it stands in a script element
+        charts_json=_embedded(charts),
+        timeline=drawn,
+        timeline_json=_embedded(drawn),
         plan_json=json.dumps(data["plan"], indent=2),
-        commands=_commands(data),
+        commands=front.commands(data),
         proofs=[_proof(row) for row in data["solver"]],
         style=(FOLDER / "style.css").read_text(encoding="utf-8"),
         scripts=scripts,
@@ -87,11 +100,67 @@ def _training(data: Row) -> str:
     return f"{plan['global_batch_size']:,} rows{tokens} a step, {plan['precision']}{optimizer}"
 
 
+def _made(data: Row) -> list[str]:
+    """Date and versions; reports of before have none."""
+    made = data.get("made", {})
+    if "date" not in made:
+        return []
+    return [made["date"], f"meshwright {made['meshwright']}, torch {made['torch']}"]
+
+
+def _ranks_of(data: Row) -> int:
+    ranks: int = data["cluster"]["num_nodes"] * data["cluster"]["devices_per_node"]
+    return ranks
+
+
+def _embedded(data: Any) -> str:
+    """Data for an element of a script."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def timeline(data: Row) -> dict[str, Any]:
+    """The simulated step for `timeline.js`: boxes are [group, stage, kind, micro-batch or "",
+    start, length], from the window's start in units of its `unit_s`."""
+    windows = data["timeline"]["windows"]
+    events = [[*csv.DictReader(window["events_csv"].splitlines())] for window in windows]
+    kinds = [*dict.fromkeys(event["kind"] for of in events for event in of)]
+    drawn = []
+    for window, of in zip(windows, events, strict=True):
+        start_s = window["start_s"]
+        unit_s = (window["end_s"] - start_s) / TICKS or 1.0
+        boxes: list[tuple[int | str, ...]] = []
+        for event in of:
+            start, end = (
+                round((float(event[name]) - start_s) / unit_s) for name in ("start_s", "end_s")
+            )
+            microbatch = event["microbatch"] and int(event["microbatch"])
+            where = int(event["group"]), int(event["stage"]), kinds.index(event["kind"])
+            boxes.append((*where, microbatch, start, end - start))
+        name, complete = window["window"], data["timeline"]["complete"]
+        ends = {"first": complete or name == "first", "last": complete or name == "last"}
+        drawn.append({"start_s": start_s, "unit_s": unit_s, "boxes": boxes, **ends})
+    return {
+        "groups": [stage_words(group["stages"]) for group in data["device_groups"]],
+        "stages": [[*group["stages"]] for group in data["device_groups"]],
+        "colours": front.COLOURS,
+        "kinds": kinds,
+        "ticks": TICKS,
+        "communication_s": data["timeline"].get("communication_s", []),
+        "windows": drawn,
+    }
+
+
 def framed_page(data: Row) -> str:
     """The page in a frame, for a notebook."""
     page = html.escape(render_page(data))
     style = f"width:100%;height:{HEIGHT}px;border:0"
     return f'<iframe title="Meshwright report" style="{style}" srcdoc="{page}"></iframe>'
+
+
+def check_installed() -> None:
+    """Raise ImportError where the packages of the extra are not installed."""
+    for name in NEEDED:
+        _needed(name)
 
 
 def _needed(name: str) -> ModuleType:
@@ -136,25 +205,6 @@ def _proof(row: Row) -> str:
         f"{row['block']}: objective {row['objective_s']:.4g} s, gap {max(row['gap'], 0.0):.1e}, "
         f"{row['solver']} in {row['time_s']:.2f} s, {how}"
     )
-
-
-def _commands(data: Row) -> list[tuple[str, str]]:
-    """Purposes, and the commands that use the plan for them."""
-    cluster, plan = data["cluster"], data["plan"]
-    nodes = f"--nnodes {cluster['num_nodes']} " if cluster["num_nodes"] > 1 else ""
-    arguments = (
-        f"MODULE:FUNCTION --cluster {cluster.get('flag') or 'CLUSTER'} "
-        f"--batch {plan['global_batch_size']}"
-    )
-    return [
-        (
-            "train by it",
-            f"torchrun {nodes}--nproc-per-node {cluster['devices_per_node']} -m meshwright "
-            f"run {arguments} --precision {plan['precision']} --plan plan.json",
-        ),
-        ("this page", f"meshwright report plan.json {arguments} -o plan.html"),
-        ("in a script", 'auto_parallelize(model, cluster, ..., plan="plan.json")'),
-    ]
 
 
 # --- words, for who reads one for the first time --------------------------------------------------
@@ -229,10 +279,9 @@ LEAST = 1e-3  # of a step: smaller parts are in the table alone
 def answers(data: Row) -> dict[str, str]:
     """Sentences by the name of the view."""
     return {
-        "chosen": _chosen(data["summary"]),
         **({"rehearsal": _rehearsed(data["rehearsal"])} if "rehearsal" in data else {}),
         "alternatives": _alternatives(data),
-        "memory": _memory(data),
+        "memory": f"Most are {front.decides(data)}",
         "components": _components(data),
         "timeline": _timeline(data),
         "communication": _communication(data),
@@ -242,42 +291,19 @@ def answers(data: Row) -> dict[str, str]:
     }
 
 
-def _chosen(summary: Row) -> str:
-    likely = share(summary["memory_probability"]).text
-    text = f"Memory: {summary['memory_verdict']} ({likely}), by the {summary['memory_verdict_by']}."
-    if summary["memory_verdict_by"] == "price":
-        interval = between(gib, summary["memory_interval_bytes"])
-        return f"{text} The 80 % interval of the peak is {interval} (the thin line)."
-    return (
-        f"{text} Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
-        f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them."
-    )
-
-
 def _alternatives(data: Row) -> str:
     others = [row for row in compared(data) if not row["chosen"]]
     if not others:
         searched = "complete" in data["summary"]
         return "No other plan was found." if searched else "The plan was given, not searched."
     first, step_s = others[0], data["summary"]["step_time_s"]
-    difference = time(abs(first["step_time_s"] - step_s)).text
+    more_s = first["step_time_s"] - step_s
+    takes = f"takes {time(abs(more_s)).text} {'more' if more_s >= 0 else 'less'} a step"
+    if abs(more_s) < LEAST * step_s:
+        takes = "takes as long"
     return (
-        f"The fastest of the {len(others)} others, {first['plan']}, takes {difference} "
-        f"{'more' if first['slower'] >= 0 else 'less'} a step ({slower(first['slower'])})"
-        f"{', less than prices resolve: a tie' * first['tie']}."
-    )
-
-
-def _memory(data: Row) -> str:
-    fullest = max(data["memory"], key=lambda row: row["priced_bytes"])
-    part, nbytes = max(fullest["parts"].items(), key=lambda part: part[1])
-    capacity = gib(data["summary"]["memory_bytes"]).text
-    rehearsed = data["summary"].get("rehearsed_memory_bytes")
-    return (
-        f"A device of {stage_words(fullest['stages'])} takes most, "
-        f"{gib(fullest['priced_bytes']).text} of {capacity}; {part} {gib(nbytes).text} of it. "
-        f"The peak comes in the {peak_words(fullest['moment'], fullest['block'])}."
-        + (f" Rehearsed were {gib(max(rehearsed)).text}." if rehearsed else "")
+        f"The fastest of the {len(others)} others, {first['plan']}, {takes} "
+        f"({slower(first['slower'])}){', less than prices resolve: a tie' * first['tie']}."
     )
 
 

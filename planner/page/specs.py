@@ -6,7 +6,6 @@ on a canvas, which knows no such colour: a grey that both backgrounds allow stan
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -14,25 +13,12 @@ from typing import Any
 
 import altair as alt
 
-from meshwright.planner.page.block_diagrams import operator_words
 from meshwright.planner.page.cells import REHEARSED, Row, many, peaks_of, stage_words
-from meshwright.planner.page.tables import busiest_stage
+from meshwright.planner.page.tables import busiest_stage, operator_words
 from meshwright.planner.plan import GIB, expand_ranks
 
 Spec = dict[str, Any]
 
-KINDS = {  # of events, and the colours that they have in every window
-    "forward": "#4c78a8",
-    "backward": "#f58518",
-    "backward (inputs)": "#f58518",
-    "backward (weights)": "#ffbf79",
-    "optimizer": "#54a24b",
-    "send": "#72b7b2",
-    "gradient reduction": "#e45756",
-}
-SAID = ("send", "gradient reduction")  # kinds of communication
-EVENT = ("group", "stage", "kind", "microbatch", "start", "ticks")
-TICKS = 1_000_000  # of a window: its events are drawn to this part of it
 BLOCK_COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "communication": "#e45756"}
 MOST_LETTERS = 24  # of an operator and its module
 ROOM = 2.2  # times the longest bar: what is written beside bars has room
@@ -40,14 +26,11 @@ ROOM = 2.2  # times the longest bar: what is written beside bars has room
 
 def charts(data: Row) -> dict[str, Spec]:
     """Specifications by the name of the view they are in; a view without data has none."""
-    names = [stage_words(group["stages"]) for group in data["device_groups"]]
-    windows = enumerate(data["timeline"]["windows"])
     specs = {
         "fit": fit(data),
         "alternatives": alternatives(data),
         "memory": memory(data),
         "components": components(data),
-        **{f"timeline-{k}": _window(window, names) for k, window in windows},
         "communication": communication(data),
         **{f"block-{k}": _block(block) for k, block in enumerate(data["blocks"])},
         "ranks": rank_map(data),
@@ -109,10 +92,11 @@ def alternatives(data: Row) -> Spec | None:
     x = alt.X("step:Q", scale=alt.Scale(zero=False), axis=axis)
     y = alt.Y("memory:Q", title="GiB of the fullest device", scale=alt.Scale(zero=False))
     line = chart_of(front).mark_line(interpolate="step-after", strokeDash=[4, 3], color=GREY)
-    marks = chart_of(points).mark_point(filled=True, size=140, cursor="pointer", opacity=1)
+    on_top = sorted(points, key=lambda p: p["kind"] == "chosen")
+    marks = chart_of(on_top).mark_point(filled=True, size=140, cursor="pointer", opacity=1)
     kinds = alt.Scale(domain=["chosen", "alternative"], range=["#e45756", "#4c78a8"])
-    color = alt.Color("kind:N", title=None, scale=kinds)
-    shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["chosen", "alternative"]))
+    color = alt.Color("kind:N", title="plan", scale=kinds)
+    shape = alt.Shape("kind:N", title="plan", scale=alt.Scale(domain=["chosen", "alternative"]))
     tips = tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
     chart = alt.layer(
         line.encode(x=x, y=y), marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tips)
@@ -127,7 +111,7 @@ def memory(data: Row) -> Spec:
         stage_words(row["stages"]): {part: nbytes / GIB for part, nbytes in row["parts"].items()}
         for row in data["memory"]
     }
-    bars = stacked(parts, "GiB of a device", unit="GiB")
+    bars = stacked(parts, "GiB of a device", of="memory of", unit="GiB")
     rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
     peaks = [
         {"name": stage_words(row["stages"]), "peak": REHEARSED, "value": nbytes / GIB}
@@ -159,65 +143,9 @@ def _peak_marks(rows: Sequence[Row]) -> Any:
 def components(data: Row) -> Spec:
     """Seconds of each device group by what it does."""
     bars = {stage_words(row["stages"]): row["components_s"] for row in data["device_groups"]}
-    chart = stacked(bars, "of a step", unit="s")
+    chart = stacked(bars, "of a step", of="seconds of", unit="s")
     label = "Seconds of a step of each device group by what it does"
     return specified(chart, label, height=BAR * (len(bars) + 1))
-
-
-def _window(window: Row, names: Sequence[str]) -> Spec:
-    """Events of a window of the simulated step, by device group."""
-    events = list(csv.DictReader(window["events_csv"].splitlines()))
-    shown = {event["kind"] for event in events}
-    kinds = [kind for kind in KINDS if kind in shown]
-    start_s = float(window["start_s"])
-    unit_s = (float(window["end_s"]) - start_s) / TICKS or 1.0
-    rows = list(_ticks(events, kinds, start_s, unit_s))
-    lanes = ["communication" if kind in SAID else "compute" for kind in kinds]
-    scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
-    zoom = alt.selection_interval(bind="scales", encodings=["x"])
-    chart = (
-        unnamed(rows, EVENT)
-        .transform_calculate(
-            name=f"{json.dumps(list(names))}[datum.group]",
-            what=f"{json.dumps(kinds)}[datum.kind]",
-            lane=f"{json.dumps(lanes)}[datum.kind]",
-            start_s=f"{start_s!r} + {unit_s!r} * datum.start",
-            seconds=f"{unit_s!r} * datum.ticks",
-        )
-        .transform_calculate(end_s="datum.start_s + datum.seconds")
-        .mark_bar(clip=True)
-        .encode(
-            x=alt.X(
-                "start_s:Q",
-                axis=seconds_axis(window["end_s"], "from the start of the step"),
-                scale=alt.Scale(domain=[window["start_s"], window["end_s"]], nice=False),
-            ),
-            x2="end_s:Q",
-            y=alt.Y("name:N", title=None, sort=list(names)),
-            yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
-            color=alt.Color("what:N", title=None, sort=kinds, scale=scale),
-            tooltip=tips_of(
-                name="on", what="what", stage="stage", microbatch="micro-batch",
-                start_s="from, s|.5~g", seconds="takes, s|.4~g",
-            ),
-        )
-        .add_params(zoom)
-    )  # fmt: skip
-    label = f"Simulated step, {window['window']}: what each device group does when; scroll zooms"
-    height = max(4 * BAR, 2 * BAR * len(names))
-    return specified(chart, label, height=height, marks=len(rows))
-
-
-def _ticks(
-    events: Sequence[Mapping[str, str]], kinds: Sequence[str], start_s: float, unit_s: float
-) -> Iterator[tuple[int | str, ...]]:
-    """Events as `EVENT`, from `start_s` in units of `unit_s`: a third of the room of seconds."""
-    number = {kind: place for place, kind in enumerate(kinds)}
-    for event in events:
-        start, end = ((float(event[key]) - start_s) / unit_s for key in ("start_s", "end_s"))
-        microbatch = event["microbatch"] and int(event["microbatch"])
-        where = int(event["group"]), int(event["stage"]), number[event["kind"]], microbatch
-        yield *where, round(start), round(end) - round(start)
 
 
 def communication(data: Row) -> Spec | None:
@@ -235,7 +163,7 @@ def communication(data: Row) -> Spec | None:
             parts["hidden"] += row["seconds"] - row["exposed_s"]
     bars = dict(sorted(by_name.items(), key=lambda bar: -sum(bar[1].values())))
     colours = ("#e45756", "#9ecae9")
-    chart = stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
+    chart = stacked(bars, "of a step", of="communication", unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
     return specified(chart, label, height=2 * BAR * len(bars))
 
@@ -271,7 +199,7 @@ def _block(block: Row) -> Spec | None:
         .encode(
             x=x,
             y=y,
-            color=alt.Color("part:N", title=None, sort=kinds, scale=scale),
+            color=alt.Color("part:N", title="seconds in the", sort=kinds, scale=scale),
             order=alt.Order("part:N", sort="descending"),
             tooltip=tips_of(name="what", part="in", value="s|.4~g"),
         )
@@ -351,7 +279,8 @@ def sensitivity(data: Row) -> Spec | None:
 def sources(data: Row) -> Spec:
     """Sources of the operators' seconds."""
     bars, colours = {"seconds": data["summary"]["rests_on"]}, ("#54a24b", "#eeca3b", "#9d755d")
-    chart = stacked(bars, "share of the operators' seconds", unit="share", colours=colours)
+    title = "share of the operators' seconds"
+    chart = stacked(bars, title, of="seconds that are", unit="share", colours=colours)
     label = "Share of the operators' seconds by what they rest on"
     return specified(chart, label, height=2 * BAR)
 
@@ -430,7 +359,9 @@ def _colour(groups: Sequence[Row], axes: Sequence[str]) -> Any:
         "colour:O" if few else "colour:Q",
         title="place on the axis" if len(axes) > 1 else _of(axes),
         scale=alt.Scale(scheme="viridis"),
-        legend=alt.Legend(symbolLimit=FEW) if few else alt.Legend(format="d"),
+        legend=alt.Legend(symbolLimit=FEW, labelExpr="by + ' ' + datum.label")
+        if few
+        else alt.Legend(format="d"),
     )
 
 
@@ -537,10 +468,15 @@ def tips_of(**titles: str) -> list[Any]:
 
 
 def stacked(
-    bars: Mapping[str, Mapping[str, float]], title: str, *, unit: str, colours: Sequence[str] = ()
+    bars: Mapping[str, Mapping[str, float]],
+    title: str,
+    *,
+    of: str,
+    unit: str,
+    colours: Sequence[str] = (),
 ) -> Any:
     """Bars by name, each stacked of its parts, which all have in one order; a `|` in a name begins
-    a line."""
+    a line. `of` says what the colours are of."""
     order = list(next(iter(bars.values())))
     rows: list[dict[str, Any]] = [
         {"name": name, "part": part, "value": value, "order": k}
@@ -563,7 +499,7 @@ def stacked(
                 sort=list(bars),
                 axis=alt.Axis(labelExpr="split(datum.label, '|')"),
             ),
-            color=alt.Color("part:N", title=None, sort=order, scale=scale, legend=legend),
+            color=alt.Color("part:N", title=of, sort=order, scale=scale, legend=legend),
             order=alt.Order("order:Q"),
             tooltip=tips_of(name="of", part="part", value=f"{unit}|.4~g"),
         )

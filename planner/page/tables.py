@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,11 +14,9 @@ from meshwright.planner.page.cells import (
     Cell,
     Row,
     Table,
-    between,
     gib,
     more_time,
     number,
-    peaks_of,
     scaled,
     sent,
     share,
@@ -46,59 +45,6 @@ def tables(data: Row) -> dict[str, Table]:
     if data["overrides"]:
         by_view["overrides"] = overrides(data["overrides"])
     return by_view
-
-
-def facts(data: Row) -> list[tuple[str, Cell, str]]:
-    """The headline: name, number, and a line about it."""
-    summary, through, count = data["summary"], data["throughput"], partial(scaled, unit="")
-    step = f"{between(time, summary['step_interval_s'])} with {data['uncertainty']['level']:.0%}"
-    headline = [("step", time(summary["step_time_s"]), step)]
-    if through["tokens_per_s"]:
-        tokens = scaled(through["tokens_per_s_per_device"], "tokens/s")
-        about = f"{_within(count, through, 'tokens_per_s')}{tokens.text} a device"
-        headline.append(("tokens a second", count(through["tokens_per_s"]), about))
-    rows = f"{_within(count, through, 'rows_per_s')}{data['plan']['global_batch_size']:,} a step"
-    flops = scaled(through["model_flops_per_s_per_device"], "FLOP/s")
-    used = f"{_within(share, through, 'mfu')}HFU {through['hfu']:.1%}; {flops.text} a device"
-    hours = f"{_within(number, through, 'device_hours')}of a step"
-    rehearsed = peaks_of(summary).get(REHEARSED)
-    by = f"{REHEARSED} {gib(rehearsed).text} " if rehearsed else ""
-    peak = (
-        f"{between(gib, summary['memory_interval_bytes'])}; {by}of "
-        f"{gib(summary['memory_bytes']).text}: {summary['memory_verdict']}"
-    )
-    headline += [
-        ("rows a second", count(through["rows_per_s"]), rows),
-        ("MFU", share(through["mfu"]), used),
-        ("bubble", share(summary["bubble_fraction"]), "of the pipeline's time devices wait"),
-        ("peak memory", gib(max(summary["peak_memory_bytes"])), peak),
-        ("device-hours", number(through["device_hours_per_step"]), hours),
-    ]
-    return headline + _cost(data.get("cost", {}))
-
-
-def _within(cell: Callable[[float], Cell], through: Row, name: str) -> str:
-    """The interval of a number, before the text about it; reports of before have none."""
-    interval = through.get(f"{name}_interval")
-    return f"{between(cell, interval)}; " if interval else ""
-
-
-def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
-    rows = []
-    if "price_per_step" in cost:
-        rows.append(("price of a step", number(cost["price_per_step"]), "at the price given"))
-    if "energy_kwh_per_step" in cost:
-        power = f"kWh, at {number(cost['power_watts']).text} W a device as given"
-        rows.append(("energy of a step", number(cost["energy_kwh_per_step"]), power))
-    if "days" in cost:
-        tokens, hours = scaled(cost["tokens"], "tokens").text, number(cost["device_hours"]).text
-        about = f"{_within(number, cost, 'days')}for {tokens}, {hours} device-hours"
-        rows.append(("days", number(cost["days"]), about))
-    for title, name, unit in (("price", "price", ""), ("energy", "energy_kwh", "kWh, ")):
-        if name in cost:
-            million = number(cost[f"{name}_per_million_tokens"]).text
-            rows.append((title, number(cost[name]), f"{unit}{million} a million tokens"))
-    return rows
 
 
 def stages(data: Row) -> Table:
@@ -323,5 +269,108 @@ def _close(value: float) -> str:
 
 
 def without_plan(data: Row) -> list[Row]:
-    """Families without a plan, and why."""
-    return [row for row in data["alternatives"] if not row.get("plan")]
+    """Families without a plan, and why; those for one reason in a row."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in data["alternatives"]:
+        if not row.get("plan"):
+            excluded = row.get("excluded", [])
+            same = rows.setdefault((row["why"], *excluded), {**row, "family": []})
+            same["family"].append(row["family"])
+    return [row | {"family": ", ".join(row["family"])} for row in rows.values()]
+
+
+# --- diagrams of blocks: lines from top to bottom as a rank runs them -----------------------------
+
+
+MOST_NAMES = 4  # of blocks in the title of a diagram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a diagram, drawn by its `kind`; `about` is shown on request."""
+
+    kind: str
+    what: str
+    how: str = ""
+    states: str = ""
+    forward: Cell | None = None
+    backward: Cell | None = None
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagram:
+    """`blocks` names all of them where the title has no room."""
+
+    title: str
+    blocks: str
+    about: str
+    lines: Sequence[Line]
+    count: int
+
+
+def diagrams(data: Row) -> list[Diagram]:
+    """A diagram for each distinct block."""
+    return [_diagram(row) for row in data["blocks"]]
+
+
+def _diagram(row: Row) -> Diagram:
+    first, last = row["stages"][0], row["stages"][-1]
+    stages = f"stage {first}" if first == last else f"stages {first} to {last}"
+    degrees = " × ".join(f"{a} {row[a]}" for a in ("dp", "cp", "ep", "tp") if row[a] > 1)
+    names, more = row["blocks"], len(row["blocks"]) - MOST_NAMES
+    return Diagram(
+        title=", ".join(names[:MOST_NAMES]) + f" and {more} more" * (more > 0),
+        blocks=", ".join(names) if more > 0 else "",
+        about=f"{stages}; {degrees or 'one rank'}",
+        lines=[*map(line, row["steps"])],
+        count=sum(step["kind"] == "run" for step in row["steps"]),
+    )
+
+
+def line(step: Row) -> Line:
+    """One step of a block."""
+    match step["kind"]:
+        case "enter":
+            return Line(kind="enter", what=_shaped(step), how=step["role"], states=step["state"])
+        case "leave":
+            return Line(kind="leave", what=_shaped(step), how="output", states=step["state"])
+        case "move":
+            states = f"{step['from']} → {step['to']}"
+            return Line(kind="move", what=_shaped(step), how="re-shard", states=states)
+        case "collective":
+            cell, forward = time(step["seconds"]), step["pass"] == "forward"
+            return Line(
+                kind="collective",
+                what=f"{step['collective']} on the {step['axis']} axis",
+                how=f"in the {step['pass']}",
+                forward=cell if forward else None,
+                backward=None if forward else cell,
+            )
+    operands, results = (", ".join(step[key]) for key in ("operands", "results"))
+    return Line(
+        kind="run",
+        what=" ".join(filter(None, operator_words(step))),
+        how=strategy_words(step["strategy"]),
+        states=f"{operands} → {results}" if operands else results,
+        forward=time(step["forward_s"]),
+        backward=time(step["backward_s"]),
+        about=" · ".join(filter(None, (step["key"], step["source"]))),
+    )
+
+
+def operator_words(step: Row) -> tuple[str, str]:
+    """The module that an operator runs in, where it has a name, and the operator."""
+    module = step["key"].partition(":")[0].rpartition(".")[2]
+    return "" if module.isdecimal() else module, step["operator"]
+
+
+def strategy_words(name: str) -> str:
+    """The factor that the tensor axis splits, in words; the atom of a dim is in the shardings."""
+    factor = re.sub(r"\.\d+$", "", name)
+    dim = re.fullmatch(r"d(\d+)", factor)
+    return f"dim {dim[1]}" if dim else "by dims" if re.fullmatch(r"f\d+", factor) else factor
+
+
+def _shaped(step: Row) -> str:
+    return f"{step['value']} [{' × '.join(map(str, step['shape']))}]"

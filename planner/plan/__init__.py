@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         describe,
         kept_together,
         layout_words,
+        made_words,
         margin_beside,
         meeting_words,
         megatron_layout,

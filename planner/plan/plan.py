@@ -186,7 +186,8 @@ class Plan:
     `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
-    rows of the loss run in `chunked_loss` parts.
+    rows of the loss run in `chunked_loss` parts. `made` are the model's name, the date and the
+    versions that a plan file carries; they decide nothing.
     """
 
     model: str
@@ -198,6 +199,7 @@ class Plan:
     chunked_loss: int = 1
     post_validation: bool = False
     optimizer_in_backward: bool = False
+    made: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def stepping(self) -> Stepping:
@@ -263,9 +265,9 @@ class Plan:
         return max(m for m in range(1, self.num_microbatches + 1) if rank_rows % m == 0)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an existing file is replaced. Raises ValueError for what is no
-        path, or can't be written."""
-        write_text(path, self.to_json(), "plan file")
+        """Write the plan as JSON, with what it was `made` by; an existing file is replaced. Raises
+        ValueError for what is no path, or can't be written."""
+        write_text(path, self._text({"made": dict(self.made)} if self.made else {}), "plan file")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -278,6 +280,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text: blocks and ranks as ranges, shardings sorted, one mesh a line."""
+        return self._text({})
+
+    def _text(self, first: Mapping[str, Any]) -> str:
+        """`to_json`, with more entries after the format."""
         stages = [
             {
                 "blocks": compress_names(stage.blocks),
@@ -293,6 +299,7 @@ class Plan:
         ]
         top = {
             "format": FORMAT,
+            **first,
             "model": self.model,
             "global_batch_size": self.global_batch_size,
             "num_microbatches": self.num_microbatches,
@@ -357,7 +364,8 @@ def _plan(data: Any, name: str) -> Plan:
             way_out="upgrade meshwright, or plan again",
         )
     optional = _keys("plan", always=False)
-    _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name, optional)
+    keys = {f.name for f in dataclasses.fields(Plan)} | {"format"}
+    _same_keys(data, keys, name, optional | {"made"})
     stages = data["stages"]
     if not isinstance(stages, list) or not stages:
         raise PlanError.refused(f"{name}: stages", stages, legal="a list of one object per stage")
@@ -368,8 +376,15 @@ def _plan(data: Any, name: str) -> Plan:
         schedule=_text(data["schedule"], f"{name}: schedule"),
         precision=_text(data["precision"], f"{name}: precision"),
         stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
+        made=_made(data.get("made", {}), f"{name}: made"),
         **_read(data, optional, name),
     )
+
+
+def _made(data: Any, place: str) -> dict[str, str]:
+    if not isinstance(data, dict) or not all(isinstance(v, str) for v in data.values()):
+        raise PlanError.refused(place, data, legal="an object of texts, or nothing")
+    return data
 
 
 def _stage(data: Any, place: str) -> StagePlan:

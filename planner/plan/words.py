@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.planner.decisions import DECISIONS, SHARING
@@ -68,6 +68,12 @@ def seconds(value: float) -> str:
         if value >= ROUNDS_UP * scale:
             return f"{_digits(value / scale)} {unit}"
     return f"{value / 1e-6:.3g} µs"
+
+
+def made_words(made: Mapping[str, str]) -> str:
+    """On 2026-11-29 by meshwright 0.1.0, torch 2.13.0; nothing of plans that don't say."""
+    versions = ", ".join(f"{name} {made[name]}" for name in ("meshwright", "torch") if name in made)
+    return f"on {made['date']} by {versions}" if "date" in made else ""
 
 
 def describe(plan: Plan) -> str:

@@ -48,6 +48,7 @@ KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
 LINKS = ("in a node", "between nodes")
 HOST_LINK = "to the host"
 OPTIMIZER = "optimizer"
+PASSES = ("forward", "backward")
 # work of a stage beside its blocks' entries: kind, and on the host's link which way
 _OF_STAGE: Mapping[str, tuple[str, str]] = {
     "issue_s": ("issue", ""),
@@ -274,6 +275,24 @@ class Ledger:
             for (stage, axis, collective, link), lines in grouped.items()
         ]
         return sorted(rows, key=lambda row: row.stage)
+
+    def beside_passes(self) -> list[dict[str, list[float]]]:
+        """Seconds of each stage's communication, [exposed, hidden]: in the forward and the backward
+        of a micro-batch, and once in a step beside the first forward (weights) and the last
+        backward (gradients), whose exposed seconds the step has by themselves."""
+        m, rows = self.evaluation.plan.passes, []
+        for lines in self.stages:
+            row = {name: [0.0, 0.0] for name in (*PASSES, "first_forward", "last_backward")}
+            for line in lines:
+                if line.entry.axis and line.where != OPTIMIZER:
+                    gathers = line.entry.collective in ("all_gather", "to device")
+                    once = "first_forward" if gathers else "last_backward"
+                    seconds = row[line.where if line.where in PASSES else once]
+                    times = m if line.where in PASSES else 1
+                    seconds[0] += line.exposed_s / times
+                    seconds[1] += (line.seconds - line.exposed_s) / times
+            rows.append(row)
+        return rows
 
     def _messages(self, problem: Problem) -> Iterator[tuple[int, Line]]:
         evaluation, m = self.evaluation, self.evaluation.plan.passes

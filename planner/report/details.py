@@ -111,8 +111,9 @@ class Details:
 
     @cached_property
     def timeline(self) -> Row:
-        """The simulated step, event by event."""
-        return timeline_data(self.evaluation.timeline)
+        """The simulated step, event by event; by stage, the communication of its passes."""
+        passes = self._ledger.beside_passes()
+        return timeline_data(self.evaluation.timeline) | {"communication_s": passes}
 
     @property
     def cluster(self) -> Row:

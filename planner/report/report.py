@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.planner.document import Document, Part, Table
-from meshwright.planner.page import SCHEMA, framed_page, render_page
-from meshwright.planner.plan import Plan, counted, layout_words, peak_words, seconds, sized, slower
+from meshwright.planner.page import SCHEMA, check_installed, framed_page, render_page
+from meshwright.planner.plan import (
+    Plan,
+    counted,
+    layout_words,
+    made_words,
+    peak_words,
+    seconds,
+    sized,
+    slower,
+)
 from meshwright.planner.report.components import Components, busiest
 from meshwright.planner.report.details import Details, Row, cost_of
 from meshwright.profiles.inputs import checked_path, write_text
@@ -37,6 +46,8 @@ class DeferredAnswers(Protocol):
 
     def proof(self) -> Row: ...
 
+    def surely_fits(self) -> Row: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
@@ -55,7 +66,8 @@ class Report:
     `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: searched
     when they are first asked for, of several ranks by the one that priced the plan; so are the
     `details`. `rehearsed` is there after a rehearsal, on which the summary's verdict on memory then
-    rests. `aside` are the `notes` on other plans.
+    rests. `aside` are the `notes` on other plans. `made` are the model's name, the date and the
+    versions of meshwright and torch, and what the command line was given: `module`, `cluster`.
     """
 
     plan: Plan
@@ -70,6 +82,7 @@ class Report:
     excluded: Sequence[Row] = ()
     aside: Sequence[str] = ()
     rehearsed: Rehearsed | None = None
+    made: Mapping[str, str] = field(default_factory=dict, compare=False)
     details: Details | None = field(default=None, repr=False, compare=False)
     deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
 
@@ -108,6 +121,12 @@ class Report:
         numbers."""
         return self.deferred.advice() if self.deferred else []
 
+    @property
+    def surely_fits(self) -> Row:
+        """Row like `alternatives` of the fastest plan that fits with 90 % or more, and the
+        `memory_margin` that finds it, where the chosen one may not fit."""
+        return self.deferred.surely_fits() if self.deferred else {}
+
     def sensitivity(self) -> Sequence[Row]:
         """Properties of the cluster, the factors on them that would flip the decision, and the
         plans then chosen, of those known from the search, which are priced again: seconds."""
@@ -118,6 +137,7 @@ class Report:
         version."""
         return {
             "schema": SCHEMA,
+            "made": dict(self.made),
             "summary": dict(self.summary),
             "proof": dict(self.deferred.proof()) if self.deferred else {},
             "stages": [dict(s) for s in self.stages],
@@ -128,6 +148,7 @@ class Report:
             "alternatives": [dict(a) for a in self.alternatives],
             "overrides": [dict(o) for o in self.overrides],
             "advice": [dict(a) for a in self.advice],
+            "surely_fits": dict(self.surely_fits),
             "solver": [dict(s) for s in self.solver],
             "excluded": [dict(e) for e in self.excluded],
             "assumptions": list(self.assumptions),
@@ -165,6 +186,7 @@ class Report:
         ranks that did not price the plan. Raises ImportError without `meshwright[report]`."""
         if self.details is None:
             return None
+        check_installed()
         data, path, trace = self.to_dict(), checked_path(path, "report.html: path"), ""
         if sensitivity:
             data["sensitivity"] = [dict(row) for row in self.sensitivity()]
@@ -181,6 +203,7 @@ class Report:
         if self.details is None:
             return None
         try:
+            check_installed()
             return framed_page(self.to_dict())
         except ImportError as error:
             return f"<pre>{escape(str(self))}\n\n{escape(str(error))}</pre>"
@@ -274,8 +297,9 @@ def _head(report: Report, proof: Row) -> list[str]:
     s, rows_per_s = report.summary, report.summary["rows_per_s"]
     rows = counted(rows_per_s) if rows_per_s >= 1000 else f"{rows_per_s:.4g}"
     tokens = f"{counted(s['tokens_per_s'])} tokens/s, " if s.get("tokens_per_s") else ""
+    name = f"{report.made['model']}, " if report.made.get("model") else ""
     return [
-        f"{counted(s['parameters'])} parameters on {s['cluster']}",
+        f"{name}{counted(s['parameters'])} parameters on {s['cluster']}",
         f"Chosen: {s['chosen']}",
         f"  step {seconds(s['step_time_s'])}, {rows} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
@@ -542,7 +566,9 @@ def _solver(report: Report) -> list[str]:
 def _planned_in(report: Report) -> str:
     phases = {name: s for name, s in report.phases_s.items() if s >= LEAST_PHASE_S}
     spent = ", ".join(f"{name} {s:.1f} s" for name, s in phases.items())
-    return f"Planned in {sum(report.phases_s.values()):.1f} s" + (f": {spent}" if spent else "")
+    by = f" {made_words(report.made)}" if report.made else ""
+    planned = f"Planned in {sum(report.phases_s.values()):.1f} s{by}"
+    return planned + (f": {spent}" if spent else "")
 
 
 def _bullets(title: str, lines: Sequence[str]) -> list[str]:

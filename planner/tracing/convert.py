@@ -35,6 +35,7 @@ from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import MARKS, CopiedCalls, Irregular
+from meshwright.planner.tracing.transformers import model_name
 from meshwright.planner.tracing.user_module import MEMORY_ONLY, Key
 from meshwright.planner.tracing.values import (
     RESHAPES,
@@ -157,6 +158,7 @@ class _Converter:
             reads=self._reads(),
             outputs=self._outputs(loss, returned, results),
             weight_writes=tuple(w for w in self.weight_writes if w.operands[0] in used),
+            name=model_name(self.module.leaf_recorder.model),
         )
 
     def _known(self, returned: list[Any]) -> dict[str, torch.Tensor]:

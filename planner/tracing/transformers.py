@@ -12,6 +12,7 @@ its warnings, so that those printed once wait for the user's own forward.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from meshwright.planner.errors import ExampleInputsError
 from meshwright.planner.operators import combine, dispatch, grouped_linear
 
 LOGGER = logging.getLogger("transformers")
+HEAD = re.compile(r"(LMHeadModel|For[A-Z]\w*)$")  # of a class's name: `LlamaForCausalLM`
 POSITIONS, MASK = "position_ids", "attention_mask"
 MASKING = "transformers.masking_utils"
 PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -168,3 +170,16 @@ def experts_forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> 
         weights = weights.masked_fill(chosen >= module.down_proj.shape[0], 0.0)
     combined: Tensor = combine(rows * weights.unsqueeze(1).unsqueeze(-1))
     return combined.squeeze(1).to(x.dtype)
+
+
+def model_name(model: nn.Module) -> str:
+    """The name of a model's checkpoint (`Meta-Llama-3-70B`), else its class without the head
+    (`Llama`)."""
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # peft's
+        inner = inner.get_base_model()
+    checkpoint = getattr(getattr(inner, "config", None), "name_or_path", "")
+    if isinstance(checkpoint, str) and (named := checkpoint.rstrip("/").rpartition("/")[2]):
+        return named
+    kind = type(inner).__name__
+    return HEAD.sub("", kind) or kind

@@ -5,8 +5,9 @@
 Cases are those of `bench_planner` (`scripts/planning/cases.py`). Of each: CPU seconds of what the
 data waits for (alternatives, advice, details), and to write the page once the data is there (the
 first one of a process also makes what draws the charts, which takes most of it); its bytes; in
-chromium seconds to the first paint and until all charts are drawn, what it logs and asks for,
-whether a click on a plan shows its difference, what is wider than the window at four widths, what
+chromium seconds to the first paint, until all charts are drawn, and until the timeline has followed
+a key (the median of nine), what it logs and asks for, whether a click on a plan shows its
+difference, what is wider than the window at four widths, what
 has no label, whether the numbers are those of the data. Exits with 1 where a demand is not met. The
 pages, and how they print, stay in `--folder` to be looked at.
 """
@@ -32,7 +33,7 @@ from scripts.planning.cases import CASES
 
 USUAL = ("gpt2", "llama-8b", "gpt3-64", "mixtral", "gpt3-1024", "llama-405b")
 MOST_BYTES, MANY_BYTES, FEW_DEVICES = 1_300_000, 3_000_000, 64
-MOST_WRITING_S, MOST_PAINT_S = 3.0, 1.0
+MOST_WRITING_S, MOST_PAINT_S, MOST_MOVE_S = 3.0, 1.0, 0.1
 WIDTHS = (360, 768, 1280, 1920)
 
 
@@ -70,12 +71,15 @@ def looked_at(browser: WebDriver, path: Path, data: Mapping[str, Any]) -> Iterat
     seen.opened(browser, path)
     drawn_s, paint_s = time.perf_counter() - started, seen.painted_s(browser)
     logged, asked = browser.get_log("browser"), seen.asked_for(browser) - {path.as_uri()}
+    moved_s, boxes = seen.moved_s(browser)
     print(
-        f"  first paint {paint_s:.2f} s, drawn {drawn_s:.2f} s, {len(logged)} messages, "
-        f"{len(asked)} requests"
+        f"  first paint {paint_s:.2f} s, drawn {drawn_s:.2f} s, a key on {boxes:,} boxes of the "
+        f"timeline {1e3 * moved_s:.1f} ms, {len(logged)} messages, {len(asked)} requests"
     )
     if paint_s > MOST_PAINT_S:
         yield f"first paint after {paint_s:.2f} s"
+    if moved_s > MOST_MOVE_S:
+        yield f"a key on the timeline takes {moved_s:.2f} s"
     yield from (f"logged {entry['message']}" for entry in logged)
     yield from (f"asked for {url}" for url in asked)
     yield from (f"{name} has no label" for name in seen.unlabelled(browser))
@@ -99,6 +103,8 @@ def unequal(path: Path, data: Mapping[str, Any]) -> Iterator[str]:
     known |= {  # of what is added up or divided for the page
         row["exposed_s"] / row["seconds"] for row in data["communication"] if row["seconds"]
     }
+    parts = data["components_s"]
+    known.add(parts["exposed communication"] + parts["gradient reduction"])
     shown = re.findall(r'<data value="([^"]*)">', path.read_text(encoding="utf-8"))
     wrong = [value for value in shown if float(value) not in known]
     print(f"  {len(shown):,} numbers, {len(wrong)} not in to_dict()")

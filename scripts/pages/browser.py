@@ -73,6 +73,29 @@ def painted_s(browser: WebDriver) -> float:
     return float(browser.execute_script(paint)) / 1e3
 
 
+def moved_s(browser: WebDriver) -> tuple[float, int]:
+    """Seconds of a key on the largest window of the timeline until it is drawn again, the median;
+    and its boxes."""
+    spent_ms, boxes = browser.execute_async_script("""
+        const done = arguments[0];
+        const {windows} = JSON.parse(document.getElementById('timeline-data').textContent);
+        const sizes = windows.map(window => window.boxes.length);
+        const largest = sizes.indexOf(Math.max(...sizes)), spent = [];
+        const canvas = document.querySelector(`[data-timeline="${largest}"]`);
+        const press = () => {
+          const began = performance.now();
+          const key = spent.length % 2 ? '-' : '+';
+          canvas.dispatchEvent(new KeyboardEvent('keydown', {key}));
+          requestAnimationFrame(() => setTimeout(() => {
+            spent.push(performance.now() - began);
+            if (spent.length < 9) press();
+            else done([spent.sort((a, b) => a - b)[4], sizes[largest]]);
+          }));
+        };
+        press();""")
+    return spent_ms / 1e3, boxes
+
+
 def beyond(browser: WebDriver) -> list[str]:
     """Charts with text that lies outside of them, and the page where it is wider than its
     window."""

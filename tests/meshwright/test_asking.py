@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import meshwright
 from meshwright.cli import main
 from meshwright.planner.plan import Plan, describe
 from meshwright.planner.plan.words import seconds
@@ -63,7 +64,11 @@ def test_small_costs_keep_their_digits() -> None:
 def test_diff_tells_decisions_and_what_they_cost(capsys: Captured) -> None:
     reports = written("a", "b")
     for one, other in (("a", "a"), ("report_a", "report_a"), ("a", "report_a")):
-        assert printed(capsys, "diff", f"{one}.json", f"{other}.json") == "no difference\n"
+        *both, said = printed(capsys, "diff", f"{one}.json", f"{other}.json").splitlines()
+        assert said == "no difference"
+        # date and versions of both, and no difference
+        assert [line[:3] for line in both] == ["A: ", "B: "]
+        assert all(f"by meshwright {meshwright.__version__}, torch " in line for line in both)
 
     plans = printed(capsys, "diff", "a.json", "b.json", code=4)
     assert "mesh of block.0-1: dp8 -> dp2×tp2" in plans
@@ -76,6 +81,7 @@ def test_diff_tells_decisions_and_what_they_cost(capsys: Captured) -> None:
     parts = [row["more"] for what, row in prices.items() if what in reports[0]["components_s"]]
     assert sum(parts) == pytest.approx(b - a)
     assert {"what": "stages", "a": "1", "b": "2"} in data["changes"]
+    assert data["made"]["a"] == {name: reports[0]["made"][name] for name in data["made"]["a"]}
 
 
 def test_one_decision_is_one_line(capsys: Captured) -> None:

@@ -71,6 +71,9 @@ def test_json_and_pages_have_the_report(capsys: Captured) -> None:
     step_s = data["summary"]["step_time_s"]
     searched = Path("searched.html").read_text(encoding="utf-8")
     assert f'<data value="{step_s}">' in searched
+    made = {"module": FOUR[1], "cluster": FOUR[-1], **Plan.load("plan.json").made}
+    assert data["made"] == made and {"model", "date", "torch"} < made.keys()
+    assert f"run {FOUR[1]} --cluster {FOUR[-1]} " in searched and made["date"] in searched
     Path("report.json").write_text(out)
     assert main(["report", "report.json", "-o", "again.html"]) == 0
     assert Path("again.html").read_text(encoding="utf-8") == searched
@@ -78,6 +81,14 @@ def test_json_and_pages_have_the_report(capsys: Captured) -> None:
     assert main(["report", "plan.json", *of]) == 0
     given = Path("given.html").read_text(encoding="utf-8")
     assert "The plan was given, not searched" in given and 'data-fact="price of a step"' in given
+
+
+def test_what_a_page_needs_is_looked_for_before_the_search(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setattr("meshwright.shell.commands.plan.parallelized", None)
+    assert "pip install altair vl-convert" in failed(capsys, [*FOUR, "--html", "plan.html"])
 
 
 def test_what_can_not_be_a_page_is_said(capsys: Captured) -> None:

@@ -19,6 +19,7 @@ from meshwright.planner.plan import (
     counted,
     decision_words,
     describe,
+    made_words,
     seconds,
     sized,
     slower,
@@ -89,10 +90,12 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Decisions and prices that differ; prices are None where A or B is a plan alone."""
+    """Decisions and prices that differ; prices are None where A or B is a plan alone. `made` are
+    the model's name, date and versions of both."""
 
     changes: tuple[Change, ...]
     prices: tuple[Price, ...] | None
+    made: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
 
     def __bool__(self) -> bool:
         return bool(self.changes or self.prices)
@@ -102,21 +105,29 @@ class Difference:
         if self.prices is not None:
             prices = [{**asdict(price), "more": price.more} for price in self.prices]
         changes = [asdict(change) for change in self.changes]
-        return {"same": not self, "changes": changes, "prices": prices}
+        a, b = map(dict, self.made)
+        return {"same": not self, "made": {"a": a, "b": b}, "changes": changes, "prices": prices}
 
     def __str__(self) -> str:
         return str(self.document())
 
     def document(self) -> Document:
-        """Decisions, and what they cost, as tables."""
+        """Models and dates of A and B; decisions, and their costs, as tables."""
+        both = zip("AB", self.made, strict=True)
+        parts: list[Part] = [
+            f"{name}: {made.get('model') or 'a model'} {made_words(made)}"
+            for name, made in both
+            if made
+        ]
         if not self:
-            return Document(("no difference",))
-        parts: list[Part] = ["Decisions", "  the same"]
+            return Document((*parts, "no difference"))
+        parts.append("Decisions")
         if self.changes:
             changes = [(c.what, c.a, c.b) for c in self.changes]
-            parts[1] = Table(
-                heads=("what", "A", "B"), rows=changes, plain=[*map(str, self.changes)]
-            )
+            plain = [*map(str, self.changes)]
+            parts.append(Table(heads=("what", "A", "B"), rows=changes, plain=plain))
+        else:
+            parts.append("  the same")
         if self.prices is None:
             parts.append(
                 "(a plan file has no prices: two of `meshwright plan --json` tell what this costs)"
@@ -129,16 +140,17 @@ class Difference:
         return Document(tuple(parts))
 
 
-def between(a: str | Path, b: str | Path) -> Difference:
+def between(first: str | Path, second: str | Path) -> Difference:
     """The difference of two files, plans or reports. Raises `PlanError` for what is neither."""
-    (plan_a, report_a), (plan_b, report_b) = both = _read(a), _read(b)
-    with no_report(a, b):
+    (plan_a, report_a), (plan_b, report_b) = both = _read(first), _read(second)
+    with no_report(first, second):
         models = () if plan_a.model == plan_b.model else _models(*both)
         changes, prices = [*models, *_changes(plan_a, plan_b)], None
         if report_a is not None and report_b is not None:
             changes += _setups(report_a, report_b)
             prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
-    return Difference(changes=tuple(changes), prices=prices)
+        a, b = (plan.made if report is None else report.get("made", {}) for plan, report in both)
+    return Difference(changes=tuple(changes), prices=prices, made=(a, b))
 
 
 def _read(path: str | Path) -> tuple[Plan, Row | None]:

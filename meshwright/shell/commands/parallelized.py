@@ -12,6 +12,7 @@ from meshwright.shell.progress import progress_shown
 if TYPE_CHECKING:
     from meshwright.model import ParallelModel
     from meshwright.planner.overrides import Overrides
+    from meshwright.planner.report import Report
     from meshwright.planner.search import Search
     from meshwright.profiles.cluster import Cluster
 
@@ -28,6 +29,12 @@ def parallelized(
     with progress_shown():
         result = auto_parallelize(model, cluster, plan=plan, **arguments, **more)
     return result, arguments["example_inputs"]
+
+
+def named_report(args: argparse.Namespace, result: ParallelModel) -> Report:
+    """The report of a result, with the model and the cluster as the command line names them."""
+    given = {"module": args.model, "cluster": args.cluster}
+    return replace(result.report, made={**result.report.made, **given})
 
 
 def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Search:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.document import Document, Part
+from meshwright.planner.page import check_installed, launch_line
 from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
-from meshwright.shell.commands.parallelized import parallelized
+from meshwright.shell.commands.parallelized import named_report, parallelized
 from meshwright.shell.commands.rehearse import exit_code
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     overrides = override_flags.overrides_of(args)
+    if args.html:
+        check_installed()  # before a search that may take long
     cluster = cluster_named(args.cluster)
     result, _ = parallelized(args, cluster, overrides=overrides)
     if not args.rehearse:
@@ -65,20 +68,19 @@ def _answer(
     args: argparse.Namespace, result: ParallelModel, last: str = "", code: int = 0
 ) -> Answer:
     """The report, with costs and sensitivity; files of the plan are written."""
+    report = named_report(args, result)
     if args.output:
         result.plan.save(args.output)
         say(f"plan written to {args.output}")
     if args.trace:
-        result.report.trace(args.trace)
+        report.trace(args.trace)
     if args.html:
         costs = flags.asked_costs(args)
         with progress_shown():
-            result.report.html(args.html, sensitivity=args.sensitivity, **costs)
+            report.html(args.html, sensitivity=args.sensitivity, **costs)
         say(f"page written to {args.html}")
     return Answer(
-        data=lambda: _data(args, result.report),
-        text=lambda: _document(args, result.report, last),
-        code=code,
+        data=lambda: _data(args, report), text=lambda: _document(args, report, last), code=code
     )
 
 
@@ -115,18 +117,17 @@ def _closing(args: argparse.Namespace, report: Report) -> list[str]:
     lines = textwrap.wrap(said, COLUMNS, subsequent_indent="  ")
     if not args.output:
         return [*lines, "Keep it with -o plan.json: the command that runs it is printed then."]
-    cluster = report.to_dict()["cluster"] if report.details else {}
+    cluster = report.details.cluster if report.details else {}
     nodes, each = cluster.get("num_nodes", 1), cluster.get("devices_per_node", plan.num_ranks)
-    far = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    command = (
-        f"torchrun {far}--nproc-per-node {each} -m meshwright run {args.model} --cluster "
-        f"{args.cluster} --batch {plan.global_batch_size} --precision {plan.precision} --plan "
-        f"{args.output}"
+    command = launch_line(
+        args.model, args.cluster, nodes, each, plan.global_batch_size, plan.precision, args.output
     )
     wrapped = textwrap.wrap(
         command, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    where = f"Run it on each of {nodes} nodes:" if nodes > 1 else "Run it:"
+    where = "Run it:"
+    if nodes > 1:
+        where = f"Run it on each of {nodes} nodes (HOST: the first one, NODE: this one's number):"
     return [*lines, where, *(f"{line} \\" for line in wrapped[:-1]), wrapped[-1]]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from meshwright.planner.page import SCHEMA, render_page
+from meshwright.planner.page import SCHEMA, check_installed, render_page
 from meshwright.planner.plan import Plan
 from meshwright.profiles.inputs import FileError, shown, write_text
 from meshwright.shell.commands import flags
-from meshwright.shell.commands.parallelized import parallelized
+from meshwright.shell.commands.parallelized import named_report, parallelized
 from meshwright.shell.named import CommandError, no_report, saved_json
 from meshwright.shell.terminal import say
 
@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_installed()
     data = report_data(args.plan)
     if data is None:
         fill_from_plan(args)
-        report = parallelized(args)[0].report
+        report = named_report(args, parallelized(args)[0])
         report.html(args.output, sensitivity=False, **flags.asked_costs(args))
     else:
         write_page(data, args)

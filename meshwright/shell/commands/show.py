@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from meshwright.planner.plan import Plan, compress_names, compress_ranks, decision_words, describe
+from meshwright.planner.plan import (
+    Plan,
+    compress_names,
+    compress_ranks,
+    decision_words,
+    describe,
+    made_words,
+)
 from meshwright.shell.terminal import Answer
 
 
@@ -19,9 +26,11 @@ def run(args: argparse.Namespace) -> Answer:
 
 def plan_text(plan: Plan) -> str:
     """The plan in a line, and each stage in one, followed by its shardings."""
+    name = f"{plan.made['model']}, " if "model" in plan.made else ""
+    made = f", planned {made_words(plan.made)}" if plan.made else ""
     lines = [
         f"{describe(plan)}; global batch {plan.global_batch_size}, {plan.precision}, "
-        f"model {plan.model}"
+        f"model {name}{plan.model}{made}"
     ]
     for k, stage in enumerate(plan.stages):
         mesh, *others = decision_words(stage).items()

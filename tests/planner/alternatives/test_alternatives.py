@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.costmodel.intervals import SURE
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.alternatives import answers as module
@@ -15,7 +16,7 @@ from meshwright.planner.alternatives.explained import alternative_row
 from meshwright.planner.document import Document
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.words import seconds
+from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report import sensitivity_parts
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE
@@ -177,6 +178,29 @@ def test_what_was_refused_is_told_with_the_margin_that_it_needs(
         smaller = told[line["family"]].smaller if line["family"] in told else None
         said = smaller is not None and f"with memory_margin={smaller.memory_margin:g}: "
         assert (said in line["why"]) if said else "memory_margin" not in line["why"]
+
+
+def filled(part: float, **given: Any) -> Answers:
+    """Of devices that the plan on ample ones fills to a part."""
+    own, problem = Overrides(**given), problem_of(small(), ON["fast wires"])
+    free = Search(problem, BATCH, own).run().best.evaluation.prediction
+    on = limited(ON["fast wires"], free.fullest_bytes / part)
+    search = Search(problem_of(small(), on), BATCH, own)
+    return Answers(search=search, result=search.run())
+
+
+def test_where_the_chosen_plan_may_not_fit_one_that_surely_does_is_told() -> None:
+    """With its cost, and the margin that chooses it."""
+    assert searched("fast wires").surely_fits() == {}
+    answers = filled(0.97)
+    best, row, search = answers.result.best, answers.surely_fits(), answers.search
+    likely = best.evaluation.prediction.memory_probability(search.problem.cluster)
+    assert likely < SURE <= row["memory_probability"]
+    again = search.like(memory_margin=row["memory_margin"]).run().best
+    assert describe(again.plan) == row["plan"]
+    assert again.step_time_s == row["step_time_s"] > best.step_time_s
+    forced = {"tp": 4, "num_microbatches": 1, "forbid": ["offload", "recompute"]}
+    assert filled(0.97, **forced).surely_fits()["plan"] is None
 
 
 def test_nothing_in_host_memory_is_a_family_where_something_is() -> None:

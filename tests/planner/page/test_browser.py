@@ -1,6 +1,7 @@
 """The page in a browser, where one is installed (`scripts/setup_browser`)."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
+from meshwright.planner.page.front import COLOURS
 from scripts.pages.browser import (
     BROWSER,
     DRIVER,
@@ -143,8 +146,67 @@ def test_a_click_on_a_point_shows_its_difference(browser: WebDriver, path: Path)
     assert [row for row in rows if row.is_displayed()]
 
 
+def test_the_timeline_moves_by_keys_and_says_what_is_there(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    (canvas,) = elements(browser, "[data-timeline]")
+
+    def view() -> tuple[float, float]:
+        start, end = (canvas.get_attribute("data-view") or "").split()
+        return float(start), float(end)
+
+    def after(key: str) -> tuple[float, float]:
+        before = view()
+        canvas.send_keys(key)
+        WebDriverWait(browser, TIMEOUT_S).until(lambda _: view() != before)
+        return view()
+
+    whole, near, later = view(), after("+"), after(Keys.ARROW_RIGHT)
+    assert whole[0] < near[0] < later[0] and near[1] < later[1] <= whole[1]
+    assert later[1] - later[0] == pytest.approx(near[1] - near[0], rel=1e-3)
+    assert after(Keys.ARROW_LEFT) == pytest.approx(near, rel=1e-3)
+    assert after("0") == whole
+    up = -canvas.size["height"] // 4
+    ActionChains(browser).move_to_element_with_offset(canvas, 0, up).perform()
+    told = elements(browser, ".timeline output")[0].text
+    assert re.fullmatch(r"stage 0: .*, micro-batch \d+, .* from .*", told), told
+
+
+def test_the_timeline_is_in_the_colours_of_the_stages(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    colours = browser.execute_script("""
+        const canvas = document.querySelector('[data-timeline]');
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        const found = new Set();
+        for (let k = 0; k < data.length; k += 4) found.add(data.slice(k, k + 3).join());
+        return [...found]""")
+    for colour in COLOURS[:2]:
+        assert ",".join(str(int(colour[k : k + 2], 16)) for k in (1, 3, 5)) in colours
+    assert ",".join(map(str, (228, 87, 86))) in colours  # the tensor axis is waited for
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_links_stay_in_sight_and_wide_tables_say_so(
+    browser: WebDriver, path: Path, width: int
+) -> None:
+    opened(browser, path, width=width)
+    browser.execute_script("document.querySelector('#communication').scrollIntoView()")
+    top, bottom = browser.execute_script("""
+        const box = document.querySelector('nav').getBoundingClientRect();
+        return [box.top, box.bottom]""")
+    assert 0 <= top < bottom <= 900
+    marked = "return document.querySelector('nav [aria-current]')?.hash"
+    WebDriverWait(browser, TIMEOUT_S).until(lambda b: b.execute_script(marked) == "#communication")
+    wide, said = browser.execute_script("""
+        const places = [...document.querySelectorAll('.scroll')];
+        const open = places.filter(e => !e.closest('[hidden], details:not([open])'));
+        return [open.filter(e => e.scrollWidth > e.clientWidth + 2).length,
+                open.filter(e => e.classList.contains('more')).length]""")
+    assert wide == said and bool(wide) >= (width == 360)
+
+
 def test_what_is_copied_is_the_plan(browser: WebDriver, path: Path) -> None:
     opened(browser, path)
+    browser.execute_script("document.querySelector('#plan-json').closest('details').open = true")
     shown = elements(browser, "#plan-json")[0].get_attribute("textContent")
     assert json.loads(shown or "") == report_of_axes().to_dict()["plan"]
     button = elements(browser, "[data-copy='plan-json']")[0]

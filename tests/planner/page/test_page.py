@@ -16,19 +16,25 @@ from typing import Any
 import pytest
 import vl_convert
 
-from meshwright.planner.page import cells, render_page
-from meshwright.planner.page.block_diagrams import line, operator_words, strategy_words
-from meshwright.planner.page.page import _library
+from meshwright.planner.page import cells, front, render_page
+from meshwright.planner.page.page import _library, timeline
 from meshwright.planner.page.specs import axes_in_use, charts, rank_rows
-from meshwright.planner.page.tables import compared, without_plan
+from meshwright.planner.page.tables import (
+    compared,
+    line,
+    operator_words,
+    strategy_words,
+    without_plan,
+)
 from meshwright.planner.report import details
 from tests.helpers.reports import rehearsed_report, report_of_axes
 
 MOST_BYTES = 1_300_000  # of a page of up to 64 devices
 VIEWS = (
-    "chosen", "alternatives", "memory", "rehearsal", "components", "timeline", "communication",
-    "blocks", "ranks", "sensitivity", "overrides", "sources", "plan", "words",
+    "chosen", "fit", "run", "alternatives", "memory", "components", "timeline", "communication",
+    "blocks", "ranks", "overrides", "sources", "left-out", "words",
 )  # fmt: skip
+TILES = ("step", "tokens a second", "MFU", "fits with", "peak memory", "bubble")
 EVIL = "</script><script>alert(1)</script><b onclick='x'>&"
 
 
@@ -91,8 +97,8 @@ def test_each_question_has_its_view_in_order(page: Page) -> None:
     ids = page.having("id")
     assert len(ids) == len(set(ids))
     assert set(page.having("aria-labelledby")) | set(page.having("aria-controls")) <= set(ids)
-    links = [own["href"] or "" for tag, own in page.elements if tag == "a"]
-    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    links = [own["href"] or "" for tag, own in page.elements if tag == "a" and "title" in own]
+    assert [link[1:] for link in links] == sections  # no link leads to what was left out
     tags = [tag for tag, _ in page.elements]
     assert tags.count("table") == tags.count("caption") > 8
     assert {own.get("scope") for tag, own in page.elements if tag == "th"} == {"col", "row"}
@@ -101,7 +107,9 @@ def test_each_question_has_its_view_in_order(page: Page) -> None:
 def test_numbers_are_those_of_the_data(page: Page, data: dict[str, Any]) -> None:
     found, summary = page.numbers, data["summary"]
     assert found["step"] == [summary["step_time_s"]]
+    assert tuple(found)[: len(TILES)] == TILES
     assert found["MFU"] == [data["throughput"]["mfu"]]
+    assert found["fits with"] == [summary["memory_probability"]]
     assert found["tokens a second"] == [data["throughput"]["tokens_per_s"]]
     assert found["peak memory"] == [max(summary["peak_memory_bytes"])]
     expected = []
@@ -143,7 +151,8 @@ def test_a_rehearsal_stands_beside_the_price() -> None:
 def test_reports_of_before_have_a_page(data: dict[str, Any]) -> None:
     """Keys are added without another schema."""
     older = copy.deepcopy(data)
-    del older["training"]
+    del older["training"], older["made"], older["surely_fits"]
+    del older["timeline"]["communication_s"]
     for key in [key for key in older["throughput"] if key.endswith("_interval")]:
         del older["throughput"][key]
     assert f"{data['plan']['global_batch_size']} rows of" in render_page(older)
@@ -158,14 +167,14 @@ def test_reports_of_before_have_a_page(data: dict[str, Any]) -> None:
 def test_events_are_where_they_were(data: dict[str, Any]) -> None:
     (window,) = data["timeline"]["windows"]
     events = list(csv.DictReader(window["events_csv"].splitlines()))
-    spec = drawn(data)["timeline-0"]
-    (rows,) = spec["datasets"].values()
-    unit_s = (window["end_s"] - window["start_s"]) / 1e6
-    assert len(rows) == len(events)
-    for row, event in zip(rows, events, strict=True):
-        assert row[:2] == (int(event["group"]), int(event["stage"]))
-        assert row[4] * unit_s == pytest.approx(float(event["start_s"]), abs=2 * unit_s)
-        end_s = (row[4] + row[5]) * unit_s
+    found = timeline(data)
+    (drawn,), unit_s = found["windows"], (window["end_s"] - window["start_s"]) / 1e6
+    assert len(drawn["boxes"]) == len(events) and drawn["first"] and drawn["last"]
+    for box, event in zip(drawn["boxes"], events, strict=True):
+        assert box[:2] == (int(event["group"]), int(event["stage"]))
+        assert (found["kinds"][box[2]], str(box[3])) == (event["kind"], event["microbatch"])
+        assert box[4] * unit_s == pytest.approx(float(event["start_s"]), abs=2 * unit_s)
+        end_s = (box[4] + box[5]) * unit_s
         assert end_s == pytest.approx(float(event["end_s"]), abs=2 * unit_s)
 
 
@@ -236,21 +245,26 @@ def test_bars_add_up_to_the_peak(data: dict[str, Any]) -> None:
 
 def test_names_are_no_code(data: dict[str, Any]) -> None:
     evil = copy.deepcopy(data)
-    evil["summary"]["chosen"] = evil["summary"]["cluster"] = EVIL
+    evil["summary"]["chosen"] = evil["summary"]["cluster"] = evil["made"]["model"] = EVIL
+    evil["made"]["module"] = EVIL
     evil["notes"], evil["assumptions"] = [EVIL], [EVIL]
     evil["blocks"][0]["blocks"] = [EVIL]
     evil["blocks"][0]["steps"][0]["value"] = EVIL
     evil["stages"][0]["blocks"] = [EVIL]
     evil["alternatives"][0]["family"] = EVIL
     found = Page(render_page(evil))
-    assert len([tag for tag, _ in found.elements if tag == "script"]) == 3
+    assert len([tag for tag, _ in found.elements if tag == "script"]) == 4
     assert not found.having("onclick")
     embedded = re.search(r'id="charts">(.*?)</script>', render_page(evil), re.DOTALL)
     assert embedded and json.loads(embedded[1])
 
 
 def test_left_out_is_said_and_asked_for_is_shown(text: str, data: dict[str, Any]) -> None:
-    assert "report.html(path, sensitivity=True)" in text
+    """By the command that adds it."""
+    command = "meshwright plan MODULE:FUNCTION --cluster dgx-a100:1 --batch 32 --html plan.html"
+    for flags in ("--sensitivity", "--rehearse", "--tokens 2e12 --price 2.5 --watts 700"):
+        assert f"{command} {flags}" in text
+    assert 'id="sensitivity"' not in text
     rows = [
         {"property": "memory", "factor": 0.5, "plan": "dp8"},
         {"property": "FLOP/s", "factor": None, "plan": None},
@@ -258,7 +272,7 @@ def test_left_out_is_said_and_asked_for_is_shown(text: str, data: dict[str, Any]
     cost = report_of_axes().cost(tokens=1e9, price_per_hour=2.0, power_watts=700.0)
     assert cost
     full = render_page({**data, "sensitivity": rows, "cost": cost})
-    assert "sensitivity=True" not in full and "no flip between 1/4 and 4" in full
+    assert "--sensitivity" not in full and "no flip between 1/4 and 4" in full
     assert 'data-chart="sensitivity"' in full
     assert Page(full).numbers["price"] == [cost["price"]]
     assert Page(full).numbers["energy"] == [cost["energy_kwh"]]
@@ -269,7 +283,9 @@ def test_a_long_step_is_shown_in_windows(data: dict[str, Any]) -> None:
     windows = [{**window, "window": name} for name in ("first", "steady", "last")]
     long = {"events": 30_000, "complete": False, "windows": windows}
     found = render_page({**data, "timeline": long}, trace="plan.trace.json")
-    assert [f'data-chart="timeline-{k}"' in found for k in range(4)] == [True, True, True, False]
+    assert [f'data-timeline="{k}"' in found for k in range(4)] == [True, True, True, False]
+    both = [(w["first"], w["last"]) for w in timeline({**data, "timeline": long})["windows"]]
+    assert both == [(True, False), (False, False), (False, True)]
     assert 'href="plan.trace.json"' in found
 
 
@@ -365,6 +381,7 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
         "alternatives": [
             other | {"family": "tp=2"}, other | {"family": "1f1b"},
             {"plan": None, "family": "zb_v", "why": "too large"},
+            {"plan": None, "family": "zb_h1", "why": "too large"},
         ],
         "runners_up": [other, tied],
     }  # fmt: skip
@@ -375,7 +392,7 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
     assert rows[1]["peak_memory_bytes"] == 5
     assert [row["tie"] for row in rows] == [True, False, False]
     assert [row["step"] for row in rows] == ["990 ms", "1 s", "1.5 s"]
-    assert [row["family"] for row in without_plan(data)] == ["zb_v"]
+    assert [row["family"] for row in without_plan(data)] == ["zb_v, zb_h1"]
 
 
 @pytest.mark.parametrize(
@@ -421,3 +438,107 @@ def test_what_draws_charts_is_bundled_once(tmp_path: Path, monkeypatch: pytest.M
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_text(kept.read_text() + " ")
     assert _library.__wrapped__() == first and len(made) == 2
+
+
+# --- front ---------------------------------------------------------------------------------------
+
+
+def planned_by(groups: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """As much of a report as a sentence reads; a stage of each group, ZeRO-1."""
+    cluster = {"device": "h100-sxm", "num_nodes": 8, "devices_per_node": 8}
+    summary = {
+        "parameters": 70_553_706_496, "step_time_s": 24.1, "mfu": 0.388, "memory_verdict": "fits",
+        "memory_probability": 0.971, "memory_bytes": 80 * 2**30,
+    }  # fmt: skip
+    groups = [row | {"stages": [k]} for k, row in enumerate(groups)]
+    stages = [{"zero": 0, "blocks": [f"layers.{k}"]} for k in range(len(groups))]
+    made = {"model": "Llama-3-70B"}
+    found = {"made": made, "cluster": cluster, "summary": summary, "stages": stages}
+    return {**found, "device_groups": groups, **more}
+
+
+FOUR = [group(f"{16 * k}-{16 * k + 15}", dp=4, tp=4) for k in range(4)]
+
+
+def test_the_plan_is_a_sentence() -> None:
+    assert front.sentence(planned_by(FOUR)) == (
+        "Llama-3-70B on 64 H100: 4 pipeline stages of 16 GPUs; in each, 4-way tensor parallelism "
+        "and 4 replicas; 24.1 s a step, 39 % MFU, fits with 97 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ([group("0-63", dp=64, ep=8)], ": 64 replicas that share out the experts 8 ways; "),
+        ([group("0-63", dp=4, cp=2, tp=8)],
+         ": 8-way tensor parallelism, 2-way context parallelism and 4 replicas; "),
+        ([group("0-15", dp=16), group("16-63", dp=48)],
+         "2 pipeline stages of 16 to 48 GPUs; in each, meshes that differ; "),
+        ([group("0"), group("1")], "2 pipeline stages of 1 GPU; 24.1 s"),
+        ([group("0")], ": the whole model on one GPU; "),
+    ],
+)  # fmt: skip
+def test_layouts_are_said_in_words(groups: list[dict[str, Any]], says: str) -> None:
+    assert says in front.sentence(planned_by(groups))
+
+
+def test_unknown_names_and_other_devices_are_said() -> None:
+    cluster = {"device": "local-cpu", "num_nodes": 1, "devices_per_node": 2}
+    data = planned_by([group("0-1", dp=2)], made={}, cluster=cluster)
+    data["stages"][0]["zero"] = 3
+    data["summary"] |= {"memory_verdict": "does not fit", "memory_probability": 0.004}
+    assert front.sentence(data) == (
+        "A model of 70.6 B parameters on 2 CPU processes: 2 replicas that share out weights, "
+        "gradients and the optimizer's states; 24.1 s a step, 39 % MFU, does not fit: room is "
+        "enough with 0 %"
+    )
+    data["made"] = {"model": "Net"}
+    assert front.sentence(data).startswith("Net (70.6 B parameters) on")
+
+
+def test_the_cluster_is_drawn_by_stages_nodes_and_replicas() -> None:
+    first, *_, last = front.picture(planned_by(FOUR))
+    assert [node.name for node in last.nodes] == ["node 6", "node 7"]
+    assert [*last.nodes[0].replicas] == [[48, 49, 50, 51], [52, 53, 54, 55]]
+    assert (first.title, first.blocks, first.more) == ("stage 0", "layers.0", "")
+    assert first.colour != last.colour
+    cluster = {"device": "h100-sxm", "num_nodes": 32, "devices_per_node": 8}
+    (large,) = front.picture(planned_by([group("0-255", dp=256)], cluster=cluster))
+    assert len(large.nodes) == 1 and large.more == "and 31 nodes alike"
+
+
+def test_the_plan_that_surely_fits_is_said_with_its_cost(data: dict[str, Any]) -> None:
+    said = dict(front.fit_answers(data))
+    assert "there is nothing to pay for" in said["Surely fits"]
+    fullest = max(data["memory"], key=lambda row: row["priced_bytes"])
+    assert said["What decides"].partition(":")[0] == max(fullest["parts"], key=fullest["parts"].get)
+    tight = copy.deepcopy(data)
+    tight["summary"] |= {"memory_probability": 0.6, "memory_verdict": "tight"}
+    assert "the plan was given" in dict(front.fit_answers(tight))["Surely fits"]
+    sure = {
+        "memory_margin": 0.12, "memory_probability": 0.93, "plan": "dp8", "step_time_s": 1.2,
+        "slower": 0.2,
+    }  # fmt: skip
+    tight["surely_fits"] = sure
+    assert dict(front.fit_answers(tight))["Surely fits"] == (
+        "dp8 fits with 93 % and takes 1.2 s a step (+20.0%); `--memory-margin 0.12` chooses it."
+    )
+    tight["surely_fits"] = {"memory_margin": 0.12, "plan": None}
+    assert "no plan fits with 90 %" in dict(front.fit_answers(tight))["Surely fits"]
+
+
+def test_lines_to_paste_name_model_rendezvous_and_node(data: dict[str, Any]) -> None:
+    made = {**data["made"], "module": "models:llama", "cluster": "mine.toml"}
+    several = {**data, "made": made, "cluster": {**data["cluster"], "num_nodes": 2}}
+    lines = dict(front.commands(several))
+    plain = {about: " ".join(text.replace("\\\n", " ").split()) for about, text in lines.items()}
+    run = "run models:llama --cluster mine.toml --batch 32 --precision bf16 --plan plan.json"
+    assert plain["train by it, on each of 2 nodes"].endswith(
+        "torchrun --nnodes 2 --node-rank $NODE --master-addr $HOST --master-port 29500 "
+        f"--nproc-per-node 8 -m meshwright {run}"
+    )
+    assert plain["train by it, under Slurm"].endswith(
+        f'--rdzv-id "$SLURM_JOB_ID" -m meshwright {run}'
+    )
+    assert "--node-rank" not in dict(front.commands(data))["train by it"]

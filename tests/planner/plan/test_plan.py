@@ -114,6 +114,18 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert Plan.load(path) == Plan.load(str(path)) == plan
 
 
+def test_a_file_carries_what_made_it_and_one_without_loads(tmp_path: Path) -> None:
+    """Plans with other dates are the same plan, of one text."""
+    plan, made, path = example(), {"model": "Net", "date": "2026-11-29"}, tmp_path / "plan.json"
+    dated = replace(plan, made=made)
+    assert dated == plan and dated.to_json() == plan.to_json()
+    dated.save(path)
+    assert Plan.load(path).made == json.loads(path.read_text())["made"] == made
+    assert Plan.from_json(plan.to_json()).made == {}
+    with pytest.raises(PlanError, match=r"my\.json: made=3.*an object of texts"):
+        Plan.from_json(json.dumps(json.loads(plan.to_json()) | {"made": 3}), name="my.json")
+
+
 @pytest.mark.parametrize("make", [lambda p: None, Path.mkdir, lambda p: p.write_bytes(b"\xff\xfe")])
 def test_unreadable_file_is_named(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "plan.json"
@@ -160,7 +172,7 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
     whole = data["stages"][0] if in_stage else data
     place, more = ("my.json: stage 0", "offload, quantized, segments") if in_stage else (
-        "my.json", "chunked_loss, optimizer_in_backward, post_validation",
+        "my.json", "chunked_loss, made, optimizer_in_backward, post_validation",
     )  # fmt: skip
     legal = ", ".join(sorted([*whole, *more.split(", ")]))
     for key in whole.keys() - {"format"}:

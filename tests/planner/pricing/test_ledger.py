@@ -11,6 +11,7 @@ from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
+from meshwright.planner.pricing.ledger import PASSES
 from meshwright.profiles.cluster import Cluster
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_matrix import ALL
@@ -76,3 +77,25 @@ def test_rows_and_parts_of_memory_add_up(number: int) -> None:
         peaks = evaluation.prediction.peak_memory_bytes
         assert [sum(parts.values()) for parts in found] == pytest.approx(peaks, abs=1), name
         assert all(min(parts.values()) >= 0 for parts in found), name
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_communication_beside_passes_is_that_of_the_rows(number: int) -> None:
+    """Of all axes but the pipeline's, whose messages are by themselves, and what copies of the
+    model exchange."""
+    for name, evaluation, own in priced(number):
+        ledger, m = Ledger.of(evaluation), evaluation.plan.passes
+        rows = [row for row in ledger.traffic(own) if row.axis != "pipeline"]
+        for k, passes in enumerate(ledger.beside_passes()):
+            of_stage = [row for row in rows if row.stage == k]
+            times = {pass_: m if pass_ in PASSES else 1 for pass_ in passes}
+            exposed_s, hidden_s = (
+                sum(seconds[part] * times[pass_] for pass_, seconds in passes.items())
+                for part in (0, 1)
+            )
+            copies = evaluation.exchanges.get(k)
+            copies_s = copies.seconds if copies else 0.0
+            said_s = copies_s + sum(row.exposed_s for row in of_stage)
+            assert exposed_s == pytest.approx(said_s), name
+            total_s = copies_s + sum(row.seconds for row in of_stage)
+            assert exposed_s + hidden_s == pytest.approx(total_s), name

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.costmodel.graph import Graph, argument
 from meshwright.planner.batch import batch_rows, split_batch
 from meshwright.planner.tracing.trace import TraceError, trace
+from meshwright.planner.tracing.transformers import model_name
 from tests.helpers.tiers import tiered
 from tests.helpers.traced import (
     ROWS,
@@ -51,6 +53,21 @@ class Mixed(nn.Module):
         x = x + torch.tensor([float(i) for i in range(WIDTH)]) + torch.arange(WIDTH)
         x = x + pair[1]["shift"] if bias is None else x
         return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (nn.Linear(2, 2), "Linear"),
+        (type("LlamaForCausalLM", (nn.Module,), {})(), "Llama"),
+        (type("GPT2LMHeadModel", (nn.Module,), {})(), "GPT2"),
+        (type("ForestModel", (nn.Module,), {})(), "ForestModel"),
+    ],
+)
+def test_a_model_is_named_by_its_class_or_its_checkpoint(model: nn.Module, name: str) -> None:
+    assert model_name(model) == name
+    model.config = SimpleNamespace(name_or_path="meta-llama/Llama-3-70B/")
+    assert model_name(model) == "Llama-3-70B"
 
 
 # --- whole models --------------------------------------------------------------------------------
