@@ -29,6 +29,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from meshwright.data import loader_arguments
+from meshwright.data.loader_arguments import DataError
+from meshwright.executor.errors import StateDictError
 from meshwright.executor.ranks import (
     all_gather_object,
     background,
@@ -37,7 +39,7 @@ from meshwright.executor.ranks import (
     run_on_first,
 )
 from meshwright.planner.batch import batch_rows
-from meshwright.profiles.inputs import MeshwrightError, NotInstalledError, shown
+from meshwright.profiles.inputs import NotInstalledError, shown
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running import DataParallel, Steps
 
@@ -312,9 +314,7 @@ def _size(dataset: Any) -> int:
     except (TypeError, OverflowError):
         size = -1
     except ValueError as error:  # on all ranks alike: the length is a negative one
-        raise loader_arguments.DataError(
-            f" has no length: {error}", place="data_loader: dataset"
-        ) from error
+        raise DataError(f" has no length: {error}", place="data_loader: dataset") from error
     sizes = all_gather_object(gloo_group(), size) if launch.world_size() > 1 else [size]
     if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
         raise DataError(
@@ -325,7 +325,7 @@ def _size(dataset: Any) -> int:
             "same on all ranks, or this rank's rows (local=True, result.data_parallel)",
         )
     if max(sizes) > loader_arguments.MAX_SAMPLES:
-        raise loader_arguments.DataError(
+        raise DataError(
             f" has {max(sizes)} samples",
             place="data_loader: dataset",
             legal=f"up to {loader_arguments.MAX_SAMPLES} samples",
@@ -347,7 +347,7 @@ def _length_of(sample: Any) -> int:
         entries = sample.values() if isinstance(sample, Mapping) else sample
         return len(next(iter(entries)))
     except (TypeError, StopIteration) as error:
-        raise loader_arguments.DataError(
+        raise DataError(
             f" has no length: a {type(sample).__name__}, {shown(sample)}",
             place="data_loader: a sample",
             legal="a dict, tuple or list whose first entry is a tensor or a list of tokens",
@@ -403,7 +403,7 @@ def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
         if not entry.dim() or len(entry) != tokens:
             return entry
         if length < tokens:
-            raise loader_arguments.DataError(
+            raise DataError(
                 f" has {tokens} tokens, and the bucket's length is {length}",
                 place="data_loader: a sample",
                 legal="samples as long as lengths= says",
@@ -420,7 +420,7 @@ def _tensor_of(entry: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(entry)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise loader_arguments.DataError(
+        raise DataError(
             f": the entry {name!r} is a {type(entry).__name__}, {shown(entry)}",
             place="data_loader: a sample",
             legal="tensors, numbers and lists of numbers",
@@ -654,7 +654,7 @@ class StreamLoader:
             batches.append(dict(batch) if isinstance(batch, Mapping) else batch)
             count += batch_rows(batches[-1])
             if count > self.rows:
-                raise loader_arguments.DataError(
+                raise DataError(
                     f": batches of the loader have {count} rows, where a step has {self.rows}",
                     place=self.place,
                     legal="batches of which some in a row have as many rows as a step",
@@ -673,7 +673,7 @@ class StreamLoader:
         here = part[0], digest_of(part[1])
         told = all_gather_object(gloo_group(), here)
         if unlike := [rank for rank, there in enumerate(told) if there != told[0]]:
-            raise loader_arguments.DataError(
+            raise DataError(
                 f" gives ranks {unlike} other samples than rank 0",
                 place=self.place,
                 legal="a stream that is the same on every rank, whole: each takes its own rows",
@@ -687,7 +687,7 @@ class StreamLoader:
         if not share.reads and (full or share.filling):
             return None
         if not full and share.filling is None and count % share.size:
-            raise MeshwrightError(
+            raise DataError(
                 f" ends with a batch of {count} rows, which {share.size} data-parallel ranks can't "
                 "share out",
                 place=self.place,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.executor.ranks import launch
+from meshwright.hf.training_arguments import TrainerError
 from meshwright.profiles.inputs import MeshwrightError, NotInstalledError, shown
 from meshwright.training import KeptCheckpoints, RunEvent
 
@@ -169,7 +170,7 @@ def callback_handler(args: Any, model: Any, processing_class: Any, callbacks: An
     place, legal = "TrainingArguments: report_to", ["none", *INTEGRATION_TO_CALLBACK]
     for name in args.report_to or ():
         if name not in legal:
-            raise MeshwrightError(
+            raise TrainerError(
                 f" names {name!r}",
                 place=place,
                 legal=", ".join(legal),
@@ -232,7 +233,7 @@ class Callbacks:
         getattr(self, f"_{event.name}")(event)
         control = trainer.control
         if control.should_epoch_stop:
-            raise MeshwrightError(
+            raise TrainerError(
                 " sets should_epoch_stop, and batches here have an order of their own",
                 place="Trainer: callbacks",
                 legal=", ".join(ASKS),

@@ -47,7 +47,7 @@ from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
 from meshwright.planner.overrides import Overrides, making_logits
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError, checked_path
+from meshwright.profiles.inputs import checked_path
 from meshwright.training import KeptCheckpoints, fit
 
 NEVER = 2**30  # steps between evaluations that callbacks alone ask for
@@ -430,7 +430,7 @@ class Trainer:
         """An evaluation in a run. Raises ValueError where it lacks the metric of the best model."""
         metrics, name = self.evaluate(), training_arguments.best_metric(self.args)
         if name not in metrics:
-            raise MeshwrightError(
+            raise TrainerError(
                 f" is set to {name!r}, which is not found in the evaluation metrics",
                 place="TrainingArguments: metric_for_best_model",
                 legal=f"the available evaluation metrics are: {list(metrics)}",
@@ -502,11 +502,11 @@ def checked_resume(asked: Any, folder: Path, *, saves: bool) -> bool | Path:
     steps = KeptCheckpoints(folder=folder, keep=1).steps()
     if asked is not None and not isinstance(asked, bool | str | os.PathLike):
         legal = "True, False, None, the path of a checkpoint"
-        raise MeshwrightError.refused(place, asked, legal=legal, way_out="give True")
+        raise TrainerError.refused(place, asked, legal=legal, way_out="give True")
     if not asked:
         if not saves or not steps:
             return False
-        raise MeshwrightError(
+        raise TrainerError(
             f" {str(folder)!r} holds checkpoints of {len(steps)} steps, the last {steps[-1]}",
             place="Trainer.train: output_dir",
             legal="a folder without checkpoints, or resume_from_checkpoint=True",
@@ -514,7 +514,7 @@ def checked_resume(asked: Any, folder: Path, *, saves: bool) -> bool | Path:
         )
     if asked is True:
         if not steps:
-            raise MeshwrightError(
+            raise TrainerError(
                 f": No valid checkpoint found in output directory ({folder})",
                 place=place,
                 legal="True where there is a step-<n> in output_dir",
@@ -523,7 +523,7 @@ def checked_resume(asked: Any, folder: Path, *, saves: bool) -> bool | Path:
         return True if saves else KeptCheckpoints(folder=folder, keep=1).path(steps[-1])
     path = checked_path(asked, place)
     if not launch.agree_on(path.is_dir):
-        raise MeshwrightError(
+        raise TrainerError(
             f": Can't find a valid checkpoint at {path}",
             place=place,
             legal="True, or the path of a checkpoint step-<n>",
@@ -538,7 +538,7 @@ def _samples(dataset: Any, what: str, args: Any = None) -> Any:
     if args is not None and isinstance(dataset, IterableDataset):
         if args.max_steps > 0:
             return dataset
-        raise MeshwrightError(
+        raise TrainerError(
             f"={args.max_steps}: it must be set to a positive value if the dataset does not have "
             "a length",
             place="TrainingArguments: max_steps",

@@ -29,7 +29,7 @@ from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 from meshwright.running import check_in_backward
 from meshwright.shell.progress import StepProgress
-from meshwright.training.kept import KeptCheckpoints, locked
+from meshwright.training.kept import FitError, KeptCheckpoints, locked
 from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
 SAMPLES = 2  # of the data, that a plain module is traced on
@@ -254,7 +254,7 @@ def _first_samples(data: Any, loading: Mapping[str, Any]) -> Any:
         size = len(data) if hasattr(data, "__len__") else 0
         samples = [data[k] for k in range(min(SAMPLES, size))]
     if not samples:
-        raise MeshwrightError(
+        raise FitError(
             f" is a {type(data).__name__} of no samples",
             place="fit: data",
             legal="a dataset of global_batch_size samples or more",

@@ -33,9 +33,9 @@ from meshwright.executor.ranks import (
 from meshwright.executor.runtime import group_of
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import shown
 from meshwright.shell.progress import StepProgress
-from meshwright.training.kept import GivenOrder, KeptCheckpoints, given, say_differences
+from meshwright.training.kept import FitError, GivenOrder, KeptCheckpoints, given, say_differences
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Evaluations:
         """The number that tells the best. Raises ValueError where it is not there."""
         if self.metric in metrics:
             return metrics[self.metric]
-        raise MeshwrightError(
+        raise FitError(
             f"={self.metric!r} is not among the numbers of the evaluation",
             place="fit: metric",
             legal=", ".join(metrics),
