@@ -592,6 +592,18 @@ def is_stream(data: Any) -> bool:
     return not isinstance(data, DataLoader | type) and all(hasattr(data, x) for x in of_loader)
 
 
+def first_samples(data: Any, count: int) -> list[Any]:
+    """The first samples of a dataset or a stream, which goes on as if they had not been read."""
+    if not is_stream(data):
+        size = len(data) if hasattr(data, "__len__") else 0
+        return [data[k] for k in range(min(count, size))]
+    state = data.state_dict() if hasattr(data, "state_dict") else None
+    samples = list(islice(data, count))
+    if state is not None:
+        data.load_state_dict(state)
+    return samples
+
+
 class StreamLoader:
     """This rank's rows of the global batches of a stream, from its position to its end; iterated
     again, from its beginning. Made by `data_loader`. `place` names it in errors."""

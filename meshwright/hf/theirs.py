@@ -276,10 +276,14 @@ class Callbacks:
         self.trainer.log({**logs, "learning_rate": measured["lr"]}, self.began_s)
 
     def _drained(self) -> float:
-        losses, self.losses = self.losses, []
-        loss = sum(float(x) for x in losses)
-        self.total_loss += loss
-        return loss
+        losses, self.losses, total = self.losses, [], 0.0
+        for k, x in enumerate(losses):
+            loss = float(x)
+            if self.trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+                loss = total / (1 + k)  # the mean of those before it
+            total += loss
+        self.total_loss += total
+        return total
 
     def _evaluated(self, event: RunEvent) -> None:
         """`Trainer.evaluate` has told them."""

@@ -17,7 +17,6 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from meshwright.api import auto_parallelize
-from meshwright.data import StreamLoader, data_loader, is_stream
+from meshwright.data import StreamLoader, data_loader, first_samples, is_stream
 from meshwright.data.loader import few_lengths, padded
 from meshwright.data.loader_arguments import DataError, collated
 from meshwright.executor.ranks import launch
@@ -146,11 +145,7 @@ class Trainer:
 
     def _first_samples(self) -> list[Any]:
         """Samples that the model is traced on."""
-        train = self.train_dataset
-        if is_stream(train):
-            return list(islice(train, SAMPLES))
-        first = [train[k] for k in range(min(SAMPLES, len(train)))]
-        return self._of_one_length(first, None)
+        return self._of_one_length(first_samples(self.train_dataset, SAMPLES), None)
 
     def _of_one_length(self, samples: list[Any], to: Sequence[int] | None) -> list[Any]:
         """Samples of a batch, where they are grouped by length padded to that of the longest, or to
@@ -375,8 +370,6 @@ class Trainer:
         args = self.args
         if training_arguments.chosen(args, "train_sampling_strategy") != training_arguments.GROUPED:
             return {}
-        if is_stream(self.train_dataset):
-            return {}
         names = getattr(self.processing_class, "model_input_names", None) or ["input_ids"]
 
         def length(sample: Any) -> int:
@@ -536,6 +529,14 @@ def _samples(dataset: Any, what: str, args: Any = None) -> Any:
     """A dataset of samples, which a list is here (and of batches to `fit`). Raises ValueError for
     what is none, or empty; a stream is one where the `args` say how many steps there are."""
     if args is not None and isinstance(dataset, IterableDataset):
+        strategy = training_arguments.chosen(args, "train_sampling_strategy")
+        if strategy == training_arguments.GROUPED:
+            raise TrainerError(
+                f"={strategy!r}, with a train_dataset without a length",
+                place="TrainingArguments: train_sampling_strategy",
+                legal='"random" with an IterableDataset, which gives its own order',
+                way_out="leave it out, or give a dataset with len() and samples by number",
+            )
         if args.max_steps > 0:
             return dataset
         raise TrainerError(

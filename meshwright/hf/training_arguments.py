@@ -38,6 +38,7 @@ TAKEN = frozenset(
         *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
         *("bf16", "fp16", "tf32", "torch_compile", "torch_compile_backend"),
         *("logging_strategy", "logging_steps", "logging_first_step", "report_to", "disable_tqdm"),
+        "logging_nan_inf_filter",
         *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
         *("save_strategy", "save_steps", "save_total_limit"),
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
@@ -62,7 +63,7 @@ WITHOUT_EFFECT = frozenset(
     (
         *SAID,
         *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "use_cache"),
-        *("log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica"),
+        *("log_on_each_node", "log_level", "log_level_replica"),
         *("run_name", "project", "logging_dir"),
         *("prediction_loss_only", "eval_do_concat_batches", "do_train", "do_eval", "do_predict"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from meshwright.api import auto_parallelize
-from meshwright.data import collated, data_loader, is_stream
+from meshwright.data import collated, data_loader, first_samples, is_stream
 from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, logger_for
@@ -248,11 +248,7 @@ def _planned(
 
 def _first_samples(data: Any, loading: Mapping[str, Any]) -> Any:
     """A batch of the first samples of a dataset."""
-    if is_stream(data):
-        samples = list(islice(data, SAMPLES))
-    else:
-        size = len(data) if hasattr(data, "__len__") else 0
-        samples = [data[k] for k in range(min(SAMPLES, size))]
+    samples = first_samples(data, SAMPLES)
     if not samples:
         raise FitError(
             f" is a {type(data).__name__} of no samples",

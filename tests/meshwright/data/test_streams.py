@@ -15,6 +15,7 @@ from meshwright import MeshwrightError, data_loader, fit
 from meshwright.data.loader import digest_of, few_lengths
 from meshwright.executor.ranks import launch
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiny import loss, net
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import ROWS, SAMPLES, Tokens
 
@@ -85,6 +86,17 @@ def test_a_stream_goes_on_where_it_was_saved(name: str) -> None:
         after = data_loader(STREAMS[name](), result)
         after.load_state_dict(before.state_dict())
         assert sums(after) == sums(found[handed : 3 if handed < 3 else 6])
+
+
+def test_the_first_samples_of_a_stream_are_not_lost() -> None:
+    """A plain module is traced on them."""
+    stream = Kept()
+    planning = {"global_batch_size": ROWS, "loss_fn": loss, "precision": "fp32"}
+    done = fit(
+        net(), stream, planning=planning, steps=1, max_grad_norm=None,
+        optimizer=lambda result: torch.optim.SGD(result.parameters(), lr=0.5),
+    )  # fmt: skip
+    assert done.loss == pytest.approx(feeding.plain_losses([range(ROWS)])[0], rel=1e-5)
 
 
 def test_workers_read_a_stream(tmp_path: Path) -> None:

@@ -269,3 +269,6 @@ def test_a_stream_is_trained_as_by_transformers(tmp_path: Path) -> None:
     assert len(found[1]) == 5 and len(next(islice(Stream(), 1))["input_ids"]) == LENGTH
     with pytest.raises(MeshwrightError, match="must be set to a positive value if the dataset"):
         Trainer(model(), arguments(tmp_path, max_steps=-1), train_dataset=Stream())
+    grouped = arguments(tmp_path, train_sampling_strategy="group_by_length")
+    with pytest.raises(MeshwrightError, match="group_by_length', with a train_dataset without"):
+        Trainer(model(), grouped, train_dataset=Stream())
