@@ -183,8 +183,9 @@ def test_an_evaluation_without_the_metric_is_refused() -> None:
 
 def test_lines_are_shown_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     shown = {"log_every": 2, "evaluation": Tokens(8), "evaluate_every": 3}
-    fit(begun_anew(), Tokens(), optimizer=sgd, steps=4, progress=True, **shown)
-    fit(begun_anew(), Tokens(), optimizer=sgd, steps=4, **shown)  # no terminal
+    result = feeding.planned(ranks=1)  # that has made no step
+    fit(result, Tokens(), optimizer=sgd, steps=4, progress=True, **shown)
+    fit(result, Tokens(), optimizer=sgd, steps=4, **shown)  # no terminal
     lines = capfd.readouterr().err.splitlines()
     said = [line.split(",")[0].rsplit(" ", 1)[0] for line in lines if line.startswith("step ")]
     assert said == ["step 2/4: loss", "step 3/4: eval_loss", "step 4/4: loss"]
