@@ -412,3 +412,61 @@ def _kernel_backward(
         *(x.contiguous() for x in operands), *lengths, 0.0, causal, nothing, nothing, scale=scale
     )
     return grads
+
+
+# --- keys and values of earlier tokens ------------------------------------------------------------
+
+# Generation: a forward of a few tokens reads the keys and values of all tokens before them.
+
+
+class KeyValueCache:
+    """Keys and values of every attention of a rank's stages, [..., tokens, features], in the order
+    in which a forward runs them, which is always the same. `start` is the position of the first
+    token of the forward that runs, None where it has them all, and fills the cache."""
+
+    def __init__(self) -> None:
+        self.start: int | None = None
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._next = 0
+
+    def begin(self, start: int | None) -> None:
+        """A forward begins."""
+        self.start, self._next = start, 0
+        if start is None:
+            self._held = []
+
+    def with_earlier(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of all tokens, for the next attention of the forward."""
+        if self.start is None:
+            self._held.append((keys.clone(), values.clone()))
+            return keys, values
+        held, self._next = self._held[self._next], self._next + 1
+        end = self.start + keys.shape[-2]
+        for of_all, of_some in zip(held, (keys, values), strict=True):
+            of_all[..., self.start : end, :] = of_some
+        return held
+
+
+class CachedAttention(nn.Module):
+    """Attention without dropout that reads a cache: causal, or by a mask [..., queries, tokens]."""
+
+    def __init__(self, cache: KeyValueCache, *, scale: float | None, groups: bool) -> None:
+        super().__init__()
+        self.cache, self.scale, self.groups = cache, scale, groups
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        keys, values = self.cache.with_earlier(k, v)
+        start, causal = self.cache.start, mask is None
+        if start is not None and mask is None:
+            end, causal = start + q.shape[-2], False
+            keys, values = keys[..., :end, :], values[..., :end, :]
+            position = torch.arange(end, device=q.device)
+            mask = position[start:, None] >= position
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(
+            q, keys, values, mask, is_causal=causal, scale=self.scale, enable_gqa=self.groups
+        )

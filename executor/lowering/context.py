@@ -18,6 +18,7 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.precisions import SCALED_BY
 from meshwright.costmodel.rules import is_narrow
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
+from meshwright.executor.context_attention import KeyValueCache
 from meshwright.executor.resharding import Axis
 
 # by axis: (data, tensor), or (data, context, tensor) where the sequence is split
@@ -33,7 +34,8 @@ class Context:
     takes the weight gradients of `deferrable` parameters where the schedule splits the backward,
     `flow` notes which operands of leaves have a gradient.
     `exchange` are the ranks that share the experts out. `context` and its axis are None where the
-    sequence is whole. `precision` is the plan's.
+    sequence is whole. `precision` is the plan's. With a `cache` attention reads the keys and values
+    of earlier tokens.
     """
 
     graph: Graph
@@ -52,6 +54,7 @@ class Context:
     context: sharding.ContextLayout | None = None
     context_axis: Axis | None = None
     precision: str = ""
+    cache: KeyValueCache | None = None
 
     def scaled_by(self, op: Op) -> str | None:
         """The scaling of operands of a product in 8 bits; None if it isn't one."""

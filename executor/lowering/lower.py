@@ -30,7 +30,7 @@ from meshwright.costmodel.sharding import (
     replicated_steps,
 )
 from meshwright.executor.backward import repeated
-from meshwright.executor.context_attention import ContextAttention
+from meshwright.executor.context_attention import CachedAttention, ContextAttention
 from meshwright.executor.devices import kind_of
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
@@ -106,7 +106,8 @@ class Lowering:
         """The written graph with its recompute, compiled if it can be."""
         traits = [traits_of(op) for op in block.ops]
         opaque = written.exchanges or any(t.leaf or t.kernel == "chunked" for t in traits)
-        opaque |= any(isinstance(m, ContextAttention) for m in written.module.children())
+        unseen = (ContextAttention, CachedAttention)
+        opaque |= any(isinstance(m, unseen) for m in written.module.children())
         compiled = self.backend is not None and not opaque  # which a compiler can look into
         module = repeated(written.module, self._again(block, written, compiled=compiled))
         if not compiled:

@@ -29,7 +29,7 @@ from meshwright.costmodel.sharding import (
     token_dim,
 )
 from meshwright.executor.backward import DeferredProduct, EightBitExperts, EightBitProduct
-from meshwright.executor.context_attention import ContextAttention
+from meshwright.executor.context_attention import CachedAttention, ContextAttention, KeyValueCache
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
 from meshwright.executor.lowering.context import Context, State, seen_locally
@@ -79,6 +79,8 @@ def replacement(call: Call, context: Context) -> Replacement | None:
         ]
         leaf = LeafCall(op, context, call.position, part_number(on_axes), candidates)
         return leaf, (*args[1], *([call.rng] if rules.draws(op) else ()))
+    if context.cache is not None and rules.traits_of(op).kernel == "attention":
+        return _cached(call, context.cache)
     if rules.draws(op):
         return _drawn(call, context)
     if any(s.implementation == BY_HALO for s in call.strategies):
@@ -103,6 +105,13 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     if _written_in_parts(op, context):
         return ScatteredRows(), args
     return (module, args) if module else _deferred(call, context) or _in_8_bits(call, context)
+
+
+def _cached(call: Call, cache: KeyValueCache) -> Replacement:
+    """An attention that reads a cache."""
+    scale, groups = argument(call.op, 6, "scale", None), argument(call.op, 7, "enable_gqa", False)
+    mask = call.args[3] if len(call.args) > 3 else call.kwargs.get("attn_mask")
+    return CachedAttention(cache, scale=scale, groups=bool(groups)), (*call.args[:3], mask)
 
 
 def _chunked(call: Call, context: Context) -> Replacement:

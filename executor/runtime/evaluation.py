@@ -7,23 +7,25 @@ tensor axis; its own rows, or with `gather` those of all data ranks, on every ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from meshwright.costmodel.graph import Graph, Op, argument
+from meshwright.costmodel.graph import Graph, Op, Ref, argument
 from meshwright.costmodel.rules import class_weights, row_reduction, traits_of
 from meshwright.costmodel.sharding import ContextLayout, Placement, R, RowUse, token_dim
+from meshwright.executor.context_attention import KeyValueCache
 from meshwright.executor.errors import StateError
-from meshwright.executor.lowering import State, local_view, row_weight
+from meshwright.executor.lowering import Lowered, State, local_view, row_weight
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, Reshard, all_gather
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.step import Step
-from meshwright.executor.stages import Keep
+from meshwright.executor.stages import Batches, BatchShape, CheckedPlan, Keep
 from meshwright.planner.plan import NO_LOGITS, pipelines, stage_of
 
 
@@ -44,11 +46,13 @@ def forward(
     rows: int,
     gather: bool,
     at: torch.Tensor | None = None,
+    lower: Callable[[Step], Step] | None = None,
 ) -> Forwarded:
     """Evaluate a batch and keep `values` of the first so many `rows` of it: those that this rank
     has, or with `gather` all, on every rank. Collective.
 
-    With `at` a value [rows, positions, ...] is read at one position per row: [rows, ...]. Raises
+    With `at` a value [rows, positions, ...] is read at one position per row: [rows, ...]. `lower`
+    is as for `Runtime.evaluate`. Raises
     `StateError` for a value without rows in a plan of several micro-batches, and for logits where
     the loss runs in parts.
     """
@@ -67,7 +71,7 @@ def forward(
             outputs[0].row_dim(value)
         return outputs[0]
 
-    loss, _ = runtime.evaluate(batch, values, keep=keep)
+    loss, _ = runtime.evaluate(batch, values, keep=keep, lower=lower)
     with torch.no_grad():
         return Forwarded(loss=loss, values={value: outputs[0].whole(value) for value in values})
 
@@ -223,6 +227,139 @@ def _stage_with(step: Step, value: str, copy: int) -> int:
     blocks = step.graph.blocks
     producers = [b for b in blocks if any(value in op.results for op in b.ops)]
     return owner[(producers or [b for b in blocks if value in b.derived])[0].name]
+
+
+# --- forwards that go on --------------------------------------------------------------------------
+
+# Forwards of a causal model over some tokens, with the keys and values of all before them.
+#
+# The plan is lowered twice: at the whole length, which fills the cache, and at a few tokens. What
+# follows from raw inputs alone (positions, masks, tables of angles) is made at the whole length in
+# both; the second one takes the tokens' part of it.
+
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def why_not_cached(checked: CheckedPlan) -> str:
+    """Why keys and values can't be kept under a plan; empty where they can."""
+    graph, plan = checked.graph, checked.plan
+    ops = {op.name: op for op in graph.ops if traits_of(op).kernel == "attention"}
+    derived = {v for block in graph.blocks for v in block.derived}
+    if not ops:
+        return "no operator of the model is an attention (attn_implementation='sdpa' makes one)"
+    if any(stage.cp > 1 for stage in plan.stages):
+        return "context parallelism splits the tokens"
+    for op in ops.values():
+        mask, causal = argument(op, 3, "attn_mask", None), argument(op, 5, "is_causal", False)
+        masked = mask.name in derived if isinstance(mask, Ref) else causal
+        if op.target != ATTENTION or not masked:
+            return f"{op.key} is not causal, or by a mask that is made inside of a block"
+    for assignments in checked.assignments:
+        for assignment in assignments.values():
+            for name in assignment.strategies.keys() & ops.keys():
+                split = assignment.strategies[name].results[0]
+                if split.sharded and split.dim == len(graph.values[name].shape) - 2:
+                    return f"the plan splits the tokens of {ops[name].key}"
+    return ""
+
+
+class CachedForward:
+    """Forwards that keep keys and values, of batches of one shape at a time.
+
+    `tokens` are as many as the second of its steps takes: an even number on each rank of the tensor
+    axis, so that what is split by tokens has a part on each.
+    """
+
+    def __init__(self, runtime: Runtime, value: str) -> None:
+        self.runtime, self.value = runtime, value
+        self.cache = KeyValueCache()
+        self.tokens = 2 * max(stage.tp for stage in runtime.plan.stages)
+        self._steps: dict[Batches, tuple[Step, Step]] = {}
+
+    def __call__(
+        self, batch: Any, few: Any, position: int, *, rows: int, start: int | None
+    ) -> torch.Tensor:
+        """The value [rows, ...] at a position, on every rank: of the tokens from `start` on, the
+        keys and values of those before being there; None: of all tokens. `few` is a batch of as
+        many tokens, for its shape. Collective."""
+
+        def lower(step: Step) -> Step:
+            if step.batches not in self._steps:
+                self._steps = {step.batches: self._lowered(step, few)}
+            return self._steps[step.batches][start is not None]
+
+        self.cache.begin(start)
+        at = torch.full((rows,), position - (start or 0))
+        found = forward(
+            self.runtime, batch, [self.value], rows=rows, gather=True, at=at, lower=lower
+        ).values[self.value]
+        assert found is not None, "gathered on every rank"
+        return found
+
+    def _lowered(self, step: Step, few: Any) -> tuple[Step, Step]:
+        """The steps of all tokens and of few. Collective."""
+        runtime = self.runtime
+        whole = self._with_cache(step.checked)
+        assert runtime.at_shape is not None, "a model that was traced"
+        tensors = step.batches.checked(few)
+        shape = BatchShape.of(step.graph, step.batches.planned.rows, tensors)
+        with runtime.user.as_passed():
+            checked = runtime.at_shape(shape, few)
+        part, stages = self._with_cache(checked), {}
+        for k, stage in part.stages.items():
+            of_all = whole.stages[k]
+            prologue = _part_of(of_all.graphs.prologue, self.cache, step.graph, part.graph)
+            stages[k] = replace(
+                stage,
+                graphs=replace(stage.graphs, prologue=prologue),
+                totals=of_all.totals,
+                counts=of_all.counts,
+            )
+        reads = {k: stage.reads for k, stage in stages.items()}
+        return whole, replace(part, stages=stages, reads=reads, batches=step.batches)
+
+    def _with_cache(self, checked: CheckedPlan) -> Step:
+        runtime = self.runtime
+        lowering = runtime.builder.at(checked, [self.value], self.cache)
+        stages = {k: lowering.stage(k) for k in runtime.stages}
+        return Step.of(checked, runtime.place, stages)
+
+
+def _part_of(prologue: Lowered, cache: KeyValueCache, whole: Graph, part: Graph) -> Lowered:
+    """The operators on raw inputs at the whole length, of whose results the tokens from the cache's
+    start on are taken: along the first dim that is shorter in `part`, where a second one is that of
+    the keys that a mask has."""
+    cuts = []
+    for value in prologue.outputs:
+        sizes = zip(whole.values[value].shape, part.values[value].shape, strict=True)
+        shorter = [(d, size, few) for d, (size, few) in enumerate(sizes) if size != few]
+        cuts.append(shorter[0] if shorter else None)
+    return replace(prologue, module=_Cut(prologue.module, cache, cuts))
+
+
+class _Cut(nn.Module):
+    """Results of a module, of each the part along a dim that holds some tokens. One that the cut
+    does not fit (flat targets, which no logit reads) is as long as its readers expect."""
+
+    def __init__(
+        self, module: nn.Module, cache: KeyValueCache, cuts: Sequence[tuple[int, int, int] | None]
+    ) -> None:
+        super().__init__()
+        self.module, self.cache, self.cuts = module, cache, cuts
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        start = self.cache.start
+        assert start is not None, "of a forward that goes on"
+        parts = []
+        for x, cut in zip(self.module(*inputs), self.cuts, strict=True):
+            if cut is None:
+                parts.append(x)
+                continue
+            dim, size, few = cut
+            count = x.shape[dim] * few // size
+            parts.append(x.narrow(dim, min(start, x.shape[dim] - count), count))
+        return tuple(parts)
 
 
 # --- divisor of the mean loss ---------------------------------------------------------------------

@@ -249,15 +249,19 @@ class Runtime(RankState):
         keep: Callable[[Step], Keep] | None = None,
         observe: Observer | None = None,
         local: bool = False,
+        lower: Callable[[Step], Step] | None = None,
     ) -> tuple[torch.Tensor, Step]:
         """`eval_step`, with the step that was run: it hands the `values` of the graph that it
-        makes, as they are on this rank, to what `keep` makes for it."""
+        makes, as they are on this rank, to what `keep` makes for it. `lower` gives a step of its
+        own in place of that for the batch's shape."""
         self.validation.settle()
         self._check_ready()
         step, inputs = self._prepared(batch, local)
         check_evaluable(step.graph, step.plan.num_microbatches)
-        if values:
-            step = self._keeping(step, frozenset(values))
+        if lower is not None or values:
+            step = lower(step) if lower is not None else self._keeping(step, frozenset(values))
+            for k, stage in self.stages.items():
+                stage.program.take(step.stages[k].graphs)
         self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
@@ -352,10 +356,7 @@ class Runtime(RankState):
             lowering = self.builder.at(step.checked, values)
             stages = {k: lowering.stage(k) for k in self.stages}
             self.lowered.hand_on(key, Step.of(step.checked, self.place, stages))
-        kept_step = self.lowered.handing[key]
-        for k, stage in self.stages.items():
-            stage.program.take(kept_step.stages[k].graphs)
-        return kept_step
+        return self.lowered.handing[key]
 
     def _check_same_tensors(self, graph: Graph, stages: Mapping[int, LoweredStage]) -> None:
         """Raise ValueError unless stages read the weights, buffers and inputs of the planned."""

@@ -12,6 +12,7 @@ from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.schedules import backward_follows_forward
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
+from meshwright.executor.context_attention import KeyValueCache
 from meshwright.executor.parameters import StageParameter, shard_stage
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import HeldBuffer, hold_buffers
@@ -60,9 +61,11 @@ class Builder:
         self.shared = self.parameters.shared
         self.tied = self.parameters.tied
 
-    def at(self, checked: CheckedPlan, keep: Collection[str] = ()) -> StageLowering:
-        """The lowering of the plan at another shape of batches, or `keep`ing values, for the
-        programs built here."""
+    def at(
+        self, checked: CheckedPlan, keep: Collection[str] = (), cache: KeyValueCache | None = None
+    ) -> StageLowering:
+        """The lowering of the plan at another shape of batches, or `keep`ing values, or with a
+        `cache` of keys and values, for the programs built here."""
         return StageLowering(
             checked.keeping(keep) if keep else checked,
             self.place,
@@ -70,6 +73,7 @@ class Builder:
             weight_gradients=self.weight_gradients,
             flow=self.flow,
             keep=keep,
+            cache=cache,
         )
 
     def stage(self, k: int) -> BuiltStage:

@@ -16,6 +16,7 @@ from meshwright.costmodel.rules import class_weights
 from meshwright.costmodel.sharding import TotalKind
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
+from meshwright.executor.context_attention import KeyValueCache
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.batches import Rows
@@ -71,8 +72,11 @@ class StageLowering:
         weight_gradients: WeightGradientQueue | None,
         flow: GradientFlow,
         keep: Collection[str] = (),
+        cache: KeyValueCache | None = None,
     ) -> None:
-        """`keep` are values that each stage hands on to the caller where it has them."""
+        """`keep` are values that each stage hands on to the caller where it has them; with a
+        `cache` attention reads the keys and values of earlier tokens."""
+        self.cache = cache
         self.plan = plan = checked.plan
         self.graph = graph = checked.graph
         self.table = checked.factors
@@ -189,6 +193,7 @@ class StageLowering:
             flow=self.flow,
             deferrable=self._deferrable(blocks),
             precision=self.plan.precision,
+            cache=self.cache,
         )
         return Lowering(
             context=context,

@@ -6,7 +6,8 @@
     result.save_checkpoint(path, optimizer, extra={"data": loader})
 
 A batch that was handed out counts as trained. The position is of global samples: saved under one
-plan, it goes on under another, no sample lost or repeated, whatever the number of ranks.
+plan, it goes on under another, no sample lost or repeated, whatever the number of ranks. A stream,
+which has no samples by number, is read whole by every rank, which keeps its own rows.
 """
 
 from __future__ import annotations
@@ -19,23 +20,33 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from meshwright.data import loader_arguments
 from meshwright.data.loader_arguments import DataError
 from meshwright.executor.errors import StateDictError
-from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
-from meshwright.profiles.inputs import shown
+from meshwright.executor.ranks import (
+    all_gather_object,
+    background,
+    gloo_group,
+    launch,
+    run_on_first,
+)
+from meshwright.planner.batch import batch_rows
+from meshwright.profiles.inputs import NotInstalledError, shown
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running import DataParallel, Steps
 
 log = logging.getLogger(__name__)
 
+MOST_SORTED = 50  # batches that are sorted together by length
+MOST_SHAPES = 16
 PADDING: Mapping[str, float] = {"labels": -100}  # by name of the entry; others with 0
 WAY_OUT = "drop_last=True leaves the last, smaller batches out"
 
@@ -202,9 +213,10 @@ def data_loader(
     lengths: Sequence[int] | Callable[[Any], int] | None = None,
     buckets: Sequence[int] | None = None,
     tokens_per_batch: int | None = None,
+    group_by_length: bool = False,
     padding: Mapping[str, float] | None = None,
     **loading: Any,
-) -> DataLoader:
+) -> DataLoader | StreamLoader:
     """Batches of a dataset for `result.train_step(batch, local=True)`: every rank loads its own
     rows of each global batch, and gives None where it needs none. Collective.
 
@@ -219,7 +231,13 @@ def data_loader(
     `padding` says by name (labels: -100). `lengths` gives the length of every sample, or of one
     (called once a sample). Every bucket is another shape, for which the plan is lowered once.
     `tokens_per_batch` has batches of shorter buckets take more rows, a power of two, up to the
-    plan's global_batch_size.
+    plan's global_batch_size. `group_by_length` sorts stretches of up to 50 batches of a shuffled
+    order by length, as transformers does, and pads each batch to one of up to 16 lengths.
+
+    A stream, torch's `IterableDataset` or torchdata's `StatefulDataLoader`, has an order of its
+    own, the same on all ranks: each reads all of it, and gives its rows. It goes on where it was
+    saved by its own state, if it has one, else after as many samples. With `num_workers` the
+    package torchdata reads an `IterableDataset`.
 
     The state (`state_dict`) counts global samples, for `save_checkpoint(extra={"data": loader})`.
     Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
@@ -242,23 +260,34 @@ def data_loader(
         loading=loading,
     )
     background.finish_all()  # a save in the background uses the same group
+    by_length = {
+        "buckets": buckets,
+        "lengths": lengths,
+        "tokens_per_batch": tokens_per_batch,
+        "group_by_length": group_by_length or None,
+    }
+    if is_stream(dataset):
+        loader_arguments.check_stream(by_length)
+        return StreamLoader(
+            dataset,
+            result.data_parallel,
+            rows=result.plan.global_batch_size,
+            drop_last=drop_last,
+            collate_fn=collate_fn or loader_arguments.collated,
+            loading=loading,
+            waited=result.monitor.waited_for_input,
+        )
     size = _size(dataset)
+    loader_arguments.check_lengths_used(by_length)
     filled = None
-    if buckets is not None:
-        to = loader_arguments.checked_buckets(buckets)
+    if buckets is not None or group_by_length:
         if lengths is None:
             lengths = _length_of
         if callable(lengths):
             lengths = [lengths(dataset[k]) for k in range(size)]
         checked = loader_arguments.checked_lengths(lengths, size)
-        filled = Buckets(lengths=checked, to=to, tokens=tokens_per_batch)
-    elif tokens_per_batch is not None or lengths is not None:
-        raise DataError(
-            " is given without buckets",
-            place="data_loader: lengths or tokens_per_batch",
-            legal="with buckets=(length, ...)",
-            way_out="name the lengths that batches are padded to",
-        )
+        to = few_lengths(checked) if buckets is None else loader_arguments.checked_buckets(buckets)
+        filled = Buckets(lengths=checked, to=to, tokens=tokens_per_batch, grouped=group_by_length)
     order = Order(
         size=size,
         rows=result.plan.global_batch_size,
@@ -285,9 +314,7 @@ def _size(dataset: Any) -> int:
     except (TypeError, OverflowError):
         size = -1
     except ValueError as error:  # on all ranks alike: the length is a negative one
-        raise loader_arguments.DataError(
-            f" has no length: {error}", place="data_loader: dataset"
-        ) from error
+        raise DataError(f" has no length: {error}", place="data_loader: dataset") from error
     sizes = all_gather_object(gloo_group(), size) if launch.world_size() > 1 else [size]
     if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
         raise DataError(
@@ -298,7 +325,7 @@ def _size(dataset: Any) -> int:
             "same on all ranks, or this rank's rows (local=True, result.data_parallel)",
         )
     if max(sizes) > loader_arguments.MAX_SAMPLES:
-        raise loader_arguments.DataError(
+        raise DataError(
             f" has {max(sizes)} samples",
             place="data_loader: dataset",
             legal=f"up to {loader_arguments.MAX_SAMPLES} samples",
@@ -320,7 +347,7 @@ def _length_of(sample: Any) -> int:
         entries = sample.values() if isinstance(sample, Mapping) else sample
         return len(next(iter(entries)))
     except (TypeError, StopIteration) as error:
-        raise loader_arguments.DataError(
+        raise DataError(
             f" has no length: a {type(sample).__name__}, {shown(sample)}",
             place="data_loader: a sample",
             legal="a dict, tuple or list whose first entry is a tensor or a list of tokens",
@@ -376,7 +403,7 @@ def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
         if not entry.dim() or len(entry) != tokens:
             return entry
         if length < tokens:
-            raise loader_arguments.DataError(
+            raise DataError(
                 f" has {tokens} tokens, and the bucket's length is {length}",
                 place="data_loader: a sample",
                 legal="samples as long as lengths= says",
@@ -393,7 +420,7 @@ def _tensor_of(entry: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(entry)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise loader_arguments.DataError(
+        raise DataError(
             f": the entry {name!r} is a {type(entry).__name__}, {shown(entry)}",
             place="data_loader: a sample",
             legal="tensors, numbers and lists of numbers",
@@ -421,11 +448,13 @@ class GlobalBatch:
 class Buckets:
     """Samples of similar lengths together: the length of every sample, and the lengths that batches
     are padded to, increasing; with `tokens`, a batch has as many rows, a power of two, as make up
-    to so many tokens, and no more than planned."""
+    to so many tokens, and no more than planned. `grouped`: samples are sorted in stretches of the
+    order, and a batch is padded for its longest."""
 
     lengths: Sequence[int]
     to: tuple[int, ...]
     tokens: int | None = None
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         loader_arguments.checked_buckets(self.to)
@@ -448,7 +477,7 @@ class Buckets:
     def described(self) -> list[Any]:
         """Numbers that make the batches: the same ones make the same."""
         lengths = zlib.crc32(",".join(map(str, self.lengths)).encode())
-        return [*self.to, self.tokens, lengths]
+        return [*self.to, self.tokens, lengths, *(["grouped"] if self.grouped else [])]
 
     def rows(self, length: int, planned: int) -> int:
         """Rows of a global batch padded to a length."""
@@ -491,6 +520,8 @@ class Order:
             samples = torch.randperm(self.size, generator=generator)
         if self.buckets is None:
             return self._cut(samples[self.behind(epoch) :], self.rows, None)
+        if self.buckets.grouped:
+            return self._grouped(samples)
         to = self.buckets.to
         number = torch.tensor([bisect_left(to, n) for n in self.buckets.lengths])
         batches: list[GlobalBatch] = []
@@ -502,6 +533,30 @@ class Order:
             batches = [batches[k] for k in mixed]
         return batches
 
+    def _grouped(self, samples: torch.Tensor) -> Sequence[GlobalBatch]:
+        """Batches of similar lengths, the one with the longest sample first: where memory is short
+        it shows at once. Sorted as `transformers.trainer_pt_utils.get_length_grouped_indices`."""
+        buckets = self.buckets
+        assert buckets is not None
+        lengths, order = buckets.lengths, samples.tolist()
+        if self.shuffle and order:
+            span = max(1, min(self.size // (4 * self.rows), MOST_SORTED)) * self.rows
+            parts = [order[k : k + span] for k in range(0, self.size, span)]
+            parts = [sorted(part, key=lambda k: lengths[k], reverse=True) for part in parts]
+            longest = max(range(len(parts)), key=lambda k: lengths[parts[k][0]])
+            parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
+            order = [k for part in parts for k in part]
+        batches = self._cut(torch.tensor(order, dtype=torch.int64), self.rows, None)
+        return [
+            replace(
+                batch,
+                length=buckets.to[
+                    bisect_left(buckets.to, max(lengths[k] for k in batch.samples.tolist()))
+                ],
+            )
+            for batch in batches
+        ]
+
     def _cut(self, samples: torch.Tensor, rows: int, length: int | None) -> Sequence[GlobalBatch]:
         parts = samples.split(rows) if len(samples) else ()
         return [
@@ -511,6 +566,208 @@ class Order:
         ]
 
 
+def few_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Up to `MOST_SHAPES` lengths to pad to, the longest among them, in equal distances: each is a
+    shape, for which the plan is lowered."""
+    longest, apart = max(lengths, default=1) or 1, 8
+    while longest > apart * MOST_SHAPES:
+        apart *= 2
+    return tuple(sorted({min(k + apart, longest) for k in range(0, longest, apart)}))
+
+
 def hash_of(seed: int, epoch: int) -> int:
     """The seed of an epoch: other epochs and seeds give others."""
     return (seed * 1_000_003 + epoch * 7_919) % 2**63
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def is_stream(data: Any) -> bool:
+    """Whether this is a data set without samples by number, or a loader with a state that is read
+    in its place."""
+    if isinstance(data, IterableDataset):
+        return True
+    of_loader = ("dataset", "batch_size", "state_dict", "load_state_dict", "__iter__")
+    return not isinstance(data, DataLoader | type) and all(hasattr(data, x) for x in of_loader)
+
+
+def first_samples(data: Any, count: int) -> list[Any]:
+    """The first samples of a dataset or a stream, which goes on as if they had not been read."""
+    if not is_stream(data):
+        size = len(data) if hasattr(data, "__len__") else 0
+        return [data[k] for k in range(min(count, size))]
+    state = data.state_dict() if hasattr(data, "state_dict") else None
+    samples = list(islice(data, count))
+    if state is not None:
+        data.load_state_dict(state)
+    return samples
+
+
+class StreamLoader:
+    """This rank's rows of the global batches of a stream, from its position to its end; iterated
+    again, from its beginning. Made by `data_loader`. `place` names it in errors."""
+
+    local = True  # for train_step
+
+    def __init__(
+        self,
+        stream: Any,
+        share: DataParallel,
+        *,
+        rows: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any],
+        loading: Mapping[str, Any],
+        waited: Callable[[float], None],
+        place: str = "data_loader: dataset",
+    ) -> None:
+        self.place = place
+        self.share, self.rows, self.drop_last = share, rows, drop_last
+        self.collate_fn, self.waited = collate_fn, waited
+        self.samples = isinstance(stream, IterableDataset)  # it gives samples, else batches
+        self.stream = _with_workers(stream, loading) if self.samples else stream
+        self.dataset = stream
+        self.epoch = self.given = self.skipped = 0  # passes, samples that were given, to skip
+        self.finished = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises DataError on all ranks where they read other samples."""
+        if self.finished:
+            self.epoch, self.given, self.skipped, self.finished = self.epoch + 1, 0, 0, False
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        skipped, self.skipped = self.skipped, 0
+        parts = self._parts(skipped)
+        while True:
+            began_s = time.perf_counter()
+            count, part = self._agreed(next(parts, (0, None)))
+            if count == 0 or (count < self.rows and self.drop_last):
+                self.finished = True
+                return
+            self.given += count
+            batch = self._own(count, part)
+            self.waited(time.perf_counter() - began_s)
+            yield batch
+
+    def _parts(self, skipped: int) -> Iterator[tuple[int, Any]]:
+        """Numbers of rows, and samples or batches with as many."""
+        stream = iter(self.stream)
+        if self.samples:
+            stream = islice(stream, skipped, None)
+            while part := list(islice(stream, self.rows)):
+                yield len(part), part
+            return
+        batches, count = list[Any](), 0
+        for batch in stream:
+            if skipped > 0:
+                skipped -= batch_rows(batch)
+                continue
+            batches.append(dict(batch) if isinstance(batch, Mapping) else batch)
+            count += batch_rows(batches[-1])
+            if count > self.rows:
+                raise DataError(
+                    f": batches of the loader have {count} rows, where a step has {self.rows}",
+                    place=self.place,
+                    legal="batches of which some in a row have as many rows as a step",
+                    way_out=f"give it a batch_size of {self.rows}, or of a divisor of it",
+                )
+            if count == self.rows:
+                yield count, loader_arguments.joined(batches)
+                batches, count = [], 0
+        if batches:
+            yield count, loader_arguments.joined(batches)
+
+    def _agreed(self, part: tuple[int, Any]) -> tuple[int, Any]:
+        """The part, where all ranks have the same. Collective."""
+        if launch.world_size() == 1:
+            return part
+        here = part[0], digest_of(part[1])
+        told = all_gather_object(gloo_group(), here)
+        if unlike := [rank for rank, there in enumerate(told) if there != told[0]]:
+            raise DataError(
+                f" gives ranks {unlike} other samples than rank 0",
+                place=self.place,
+                legal="a stream that is the same on every rank, whole: each takes its own rows",
+                way_out="don't shard it before; shuffle it by a generator with a seed",
+            )
+        return part
+
+    def _own(self, count: int, part: Any) -> Any:
+        """This rank's rows of a batch of so many."""
+        share, full = self.share, count == self.rows
+        if not share.reads and (full or share.filling):
+            return None
+        if not full and share.filling is None and count % share.size:
+            raise DataError(
+                f" ends with a batch of {count} rows, which {share.size} data-parallel ranks can't "
+                "share out",
+                place=self.place,
+                legal=f"batches of a multiple of {share.size} rows; smaller ones where the loss "
+                "can leave rows out, as by labels that it ignores",
+                way_out=WAY_OUT,
+            )
+        total = self.rows if share.filling is not None else count
+        rows = [row for row in share.rows_of(total) if row < count]
+        batch = self._of_rows(rows or [0], count, part)
+        if full or share.filling is None:
+            return batch
+        return share.filled(batch, len(rows), self.rows // share.size)
+
+    def _of_rows(self, rows: Sequence[int], count: int, part: Any) -> Any:
+        if self.samples:
+            return self.collate_fn([part[row] for row in rows])
+
+        def taken(x: Any) -> Any:
+            batched = isinstance(x, torch.Tensor) and x.dim() and len(x) == count
+            return x[list(rows)] if batched else x
+
+        return pytree.tree_map(taken, part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: rank 0's state of the stream, and what was given. Collective."""
+        of_stream = None
+        if hasattr(self.stream, "state_dict") and not self.finished:
+            group = gloo_group() if launch.world_size() > 1 else None
+            of_stream = run_on_first(group, self.stream.state_dict)
+        return {
+            "epoch": self.epoch,
+            "given": self.given,
+            "finished": self.finished,
+            "stream": of_stream,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position that was saved."""
+        state = loader_arguments.checked_state(state, loader_arguments.STREAM_STATE)
+        self.epoch, self.given, self.finished = state["epoch"], state["given"], state["finished"]
+        self.skipped = self.given
+        if state["stream"] is not None and hasattr(self.stream, "load_state_dict"):
+            self.stream.load_state_dict(state["stream"])
+            self.skipped = 0
+
+
+def _with_workers(stream: Any, loading: Mapping[str, Any]) -> Any:
+    """The stream, read by worker processes where some are asked for."""
+    if not loading.get("num_workers"):
+        return stream
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise NotInstalledError(
+            "the package torchdata is not installed, which reads streams by worker processes",
+            place="data_loader: num_workers",
+            way_out="`pip install torchdata`, or num_workers=0",
+        ) from error
+    return StatefulDataLoader(stream, batch_size=None, **loading)
+
+
+def digest_of(part: Any) -> int:
+    """A number of the values of samples or of a batch, by some elements of each tensor."""
+    digest = 0
+    for leaf in pytree.tree_leaves(part):
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().reshape(-1)[:64].cpu()
+            leaf = [*leaf.shape, *flat.tolist()]
+        digest = zlib.crc32(repr(leaf).encode(), digest)
+    return digest

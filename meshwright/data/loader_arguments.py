@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, default_collate
 
@@ -92,6 +94,50 @@ def _refused(name: str, value: Any, legal: str) -> DataError:
     return DataError.refused(place, value, legal=legal, way_out=way_out)
 
 
+def check_lengths_used(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of lengths that nothing reads, and for both ways at once."""
+    names = [name for name, value in given.items() if value is not None]
+    if "buckets" not in names and "tokens_per_batch" in names:
+        what, legal = "tokens_per_batch is given without buckets", "with buckets=(length, ...)"
+    elif names == ["lengths"]:
+        what, legal = "lengths is given without buckets", "with buckets= or group_by_length=True"
+    elif {"buckets", "group_by_length"}.issubset(names):
+        what, legal = "buckets and group_by_length are given", "one of both"
+    else:
+        return
+    raise DataError(
+        f": {what}", place="data_loader: lengths", legal=legal, way_out="leave one out, or add it"
+    )
+
+
+def check_stream(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that need samples by number."""
+    if names := [name for name, value in given.items() if value is not None]:
+        raise DataError(
+            " is given with a stream, whose samples have no numbers",
+            place=f"data_loader: {', '.join(names)}",
+            legal="with a dataset that has len() and samples by number",
+            way_out="leave it out, and have the stream give samples in their order and length",
+        )
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Batches as one. Raises ValueError where they can't be joined."""
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return pytree.tree_map(
+            lambda *xs: torch.cat(xs) if isinstance(xs[0], torch.Tensor) else xs[0], *batches
+        )
+    except (RuntimeError, ValueError) as error:
+        raise DataError(
+            f": batches of the loader can't be joined to a step's: {error}",
+            place="data_loader: dataset",
+            legal="batches of one structure and of tensors that differ in their rows alone",
+            way_out="pad to one length, or give batches of a step's rows",
+        ) from error
+
+
 def checked_buckets(lengths: Any) -> tuple[int, ...]:
     """The lengths that batches are padded to. Raises ValueError for what are none."""
     if (
@@ -161,4 +207,9 @@ STATE: Mapping[str, Callable[[Any], bool]] = {
     "seed": lambda x: type(x) is int and 0 <= x < MAX_SEED,
     "shuffle": lambda x: isinstance(x, bool),
     "buckets": lambda x: x is None or isinstance(x, list),
+}
+STREAM_STATE: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("epoch", "given"), is_count),
+    "finished": lambda x: isinstance(x, bool),
+    "stream": lambda x: x is None or isinstance(x, Mapping),
 }

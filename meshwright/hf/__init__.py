@@ -1,3 +1,3 @@
 """For those who come from Hugging Face: a Trainer that takes `TrainingArguments`."""
 
-from meshwright.hf.trainer import Trainer, TrainOutput
+from meshwright.hf.trainer import Trainer

@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from meshwright.data.loader_arguments import DataError
 from meshwright.executor.ranks import launch
 from meshwright.hf.training_arguments import TrainerError
-from meshwright.planner.batch import batch_rows
-from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.training import RunEvent
+from meshwright.profiles.inputs import MeshwrightError, NotInstalledError, shown
+from meshwright.training import KeptCheckpoints, RunEvent
 
 log = logging.getLogger(__name__)
 
 HONOURED = frozenset(
     (
         *("compute_loss", "create_optimizer", "create_scheduler", "get_decay_parameter_names"),
-        *("get_train_dataloader", "get_eval_dataloader", "evaluate", "log", "save_model", "train"),
-        *("add_callback", "is_local_process_zero", "is_world_process_zero"),
+        *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "evaluate"),
+        *("predict", "log", "save_model", "train", "add_callback", "pop_callback"),
+        *("remove_callback", "is_local_process_zero", "is_world_process_zero"),
     )
 )
 _STEP = "override compute_loss, which is traced, and force how it runs by overrides=Overrides(...)"
@@ -57,11 +56,7 @@ INSTEAD = {
         _LOADER,
     ),
     **dict.fromkeys(
-        (
-            *("evaluation_loop", "prediction_step", "predict", "_evaluate", "_get_eval_sampler"),
-            "get_test_dataloader",
-        ),
-        _EVALUATION,
+        ("evaluation_loop", "prediction_step", "_evaluate", "_get_eval_sampler"), _EVALUATION
     ),
     **dict.fromkeys(
         (
@@ -143,93 +138,205 @@ def loss_of(outputs: Any) -> Any:
 
 # --- callbacks ------------------------------------------------------------------------------------
 
-# transformers' callbacks, told of the events of a run by `fit`.
+# transformers' callbacks, told of the events of a run by `fit`. When to log, evaluate and save is
+# for their own `DefaultFlowCallback` to say, as the arguments ask for it.
 
 
 # events that lie inside of a step here, which is one call
 INSIDE = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
-ASKS = {"should_training_stop": "stop", "should_save": "save", "should_evaluate": "evaluate"}
+ASKS = {
+    "should_training_stop": "stop",
+    "should_log": "log",
+    "should_save": "save",
+    "should_evaluate": "evaluate",
+}
+# of a TrainerState, which go on in a run that is resumed; the others follow from the arguments
+RESUMED = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+
+
+def callback_handler(args: Any, model: Any, processing_class: Any, callbacks: Any) -> Any:
+    """transformers' handler, with its own callbacks (flow, progress bar or printed lines, those of
+    `report_to`) and the given ones. Raises ValueError for what is none of them."""
+    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
+    from transformers.trainer_callback import CallbackHandler, PrinterCallback
+
+    given = checked_callbacks(callbacks)
+    kinds = [*DEFAULT_CALLBACKS]
+    place, legal = "TrainingArguments: report_to", ["none", *INTEGRATION_TO_CALLBACK]
+    for name in args.report_to or ():
+        if name not in legal:
+            raise TrainerError(
+                f" names {name!r}",
+                place=place,
+                legal=", ".join(legal),
+                way_out="give loggers=[...], functions of a mapping of numbers",
+            )
+        try:
+            kinds += [kind() for kind in get_reporting_integration_callbacks([name])]
+        except (RuntimeError, ImportError) as error:
+            raise NotInstalledError(
+                f"{name}: {error}", place=place, way_out="install it"
+            ) from error
+    make: Any = CallbackHandler
+    handler = make([*kinds, *given], model, processing_class, None, None)
+    handler.add_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+    return handler
 
 
 class Callbacks:
-    """Callbacks of a run of `total` steps: a `watch` for `fit`. What they set of the control
-    (training_stop, save, evaluate) is done, on all ranks where one asks."""
+    """The callbacks of a `trainer` in a run of `total` steps: a `watch` for `fit`. What they set of
+    the control (training_stop, log, save, evaluate) is done, on all ranks where one asks.
 
-    def __init__(
-        self,
-        callbacks: Sequence[Any],
-        args: Any,
-        model: Any,
-        processing_class: Any,
-        *,
-        total: int,
-        epoch_steps: int,
-    ) -> None:
-        from transformers.trainer_callback import (
-            CallbackHandler,
-            DefaultFlowCallback,
-            TrainerControl,
-            TrainerState,
-        )
+    The trainer has transformers' `state`, `control` and `callback_handler`.
+    """
 
-        first = launch.rank() == 0
-        self.args, self.epoch_steps = args, epoch_steps
-        self.state = TrainerState(
-            max_steps=total,
-            num_train_epochs=-(-total // epoch_steps),
-            train_batch_size=args.per_device_train_batch_size,
-            is_local_process_zero=launch.local_rank() == 0,
-            is_world_process_zero=first,
-        )
-        self.control = TrainerControl()
-        make: Callable[..., Any] = CallbackHandler
-        # which warns without one of theirs; `fit` decides when to log, evaluate and save
-        self.handler = make([DefaultFlowCallback], model, processing_class, None, None)
-        self.handler.callbacks = list(callbacks)
-        self._call("on_init_end")
+    def __init__(self, trainer: Any, *, total: int, epoch_steps: int, folder: Any) -> None:
+        self.trainer, self.epoch_steps, self.folder = trainer, epoch_steps, folder
+        self.losses: list[torch.Tensor] = []  # since the last line of the log
+        self.total_loss, self.logged_step, self.began_s = 0.0, 0, time.time()
+        self.in_epoch = False
+        self.first_step: int | None = None  # steps before this run
+        self.metrics: dict[str, float] = {}  # of the whole run
+        args, state = trainer.args, new_state(trainer)
+        state.train_batch_size = args.per_device_train_batch_size
+        state.compute_steps(args, total)
+        state.max_steps, state.num_train_epochs = total, math.ceil(total / epoch_steps)
+        trainer.state = state
+
+    @property
+    def same_on_all(self) -> bool:
+        """Whether only transformers' own are told, which ask the same on every rank."""
+        from transformers import trainer_callback as own
+
+        kinds = (own.DefaultFlowCallback, own.ProgressCallback, own.PrinterCallback)
+        return all(type(x) in kinds for x in self.trainer.callback_handler.callbacks)
 
     def _call(self, event: str, **told: Any) -> None:
-        call: Callable[..., Any] = self.handler.call_event
-        self.control = call(event, self.args, self.state, self.control, **told)
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Logger that tells `on_log`, on the rank that logs."""
-        self.state.log_history.append({**metrics, "step": self.state.global_step})
-        self._call("on_log", logs=dict(metrics))
+        trainer = self.trainer
+        call = getattr(trainer.callback_handler, event)
+        trainer.control = call(trainer.args, trainer.state, trainer.control, **told)
 
     def __call__(self, event: RunEvent) -> Collection[str]:
         """Raises ValueError for an end of the epoch that is asked for."""
-        state, control = self.state, self.control
+        trainer, state = self.trainer, self.trainer.state
+        handler, args = trainer.callback_handler, trainer.args
         state.global_step, state.epoch = event.step, event.step / self.epoch_steps
-        self.handler.optimizer, self.handler.lr_scheduler = event.optimizer, event.schedule
-        at_epoch = event.step % self.epoch_steps == 0
-        if event.name == "begin":
-            self._call("on_train_begin")
-        elif event.name == "step":
-            if at_epoch:
-                self._call("on_epoch_begin")
-            control.should_save = control.should_evaluate = control.should_log = False
-            self._call("on_step_begin")
-        elif event.name == "stepped":
-            self._call("on_step_end")
-            if at_epoch:
-                self._call("on_epoch_end")
-        elif event.name == "evaluated":
-            control.should_evaluate = False
-            self._call("on_evaluate", metrics=dict(event.metrics))
-        elif event.name == "saved":
-            control.should_save = False
-            self._call("on_save")
-        else:
-            self._call("on_train_end")
-        if self.control.should_epoch_stop:
+        if args.metric_for_best_model is not None:
+            state.best_metric = event.best
+            state.best_global_step = None if self.folder is None else event.best_step
+        handler.optimizer, handler.lr_scheduler = event.optimizer, event.schedule
+        getattr(self, f"_{event.name}")(event)
+        control = trainer.control
+        if control.should_epoch_stop:
             raise TrainerError(
                 " sets should_epoch_stop, and batches here have an order of their own",
                 place="Trainer: callbacks",
                 legal=", ".join(ASKS),
                 way_out="set should_training_stop, or give a dataset of fewer rows",
             )
-        return [ask for name, ask in ASKS.items() if getattr(self.control, name)]
+        asks = {ask for name, ask in ASKS.items() if getattr(control, name)}
+        if event.name == "begin" and args.eval_on_start:
+            asks.add("evaluate")
+        return asks - ({"stop"} if state.global_step >= state.max_steps else set())
+
+    def _begin(self, event: RunEvent) -> None:
+        self.first_step = self.logged_step = event.step
+        self._call("on_train_begin")
+
+    def _step(self, event: RunEvent) -> None:
+        if not self.in_epoch:
+            self.in_epoch = True
+            self._call("on_epoch_begin")
+        self._call("on_step_begin")
+
+    def _stepped(self, event: RunEvent) -> None:
+        assert event.loss is not None
+        self.losses.append(event.loss)
+        self.trainer.state.total_flos += event.result.prediction.model_flops
+        self._call("on_step_end")
+
+    def _epoch(self, event: RunEvent) -> None:
+        self.in_epoch = False
+        self._call("on_epoch_end")
+
+    def _logged(self, event: RunEvent) -> None:
+        """The mean loss of the steps since the last line, and what transformers tells beside it."""
+        steps, self.logged_step = event.step - self.logged_step, event.step
+        if not steps:
+            return
+        loss, measured = self._drained(), event.metrics
+        logs = {"loss": loss / steps}
+        if "grad_norm" in measured:
+            logs["grad_norm"] = measured["grad_norm"]
+        self.trainer.log({**logs, "learning_rate": measured["lr"]}, self.began_s)
+
+    def _drained(self) -> float:
+        losses, self.losses, total = self.losses, [], 0.0
+        for k, x in enumerate(losses):
+            loss = float(x)
+            if self.trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+                loss = total / (1 + k)  # the mean of those before it
+            total += loss
+        self.total_loss += total
+        return total
+
+    def _evaluated(self, event: RunEvent) -> None:
+        """`Trainer.evaluate` has told them."""
+
+    def _saved(self, event: RunEvent) -> None:
+        state = self.trainer.state
+        best = state.best_global_step
+        if (
+            best is not None
+            and (path := KeptCheckpoints(folder=self.folder, keep=1).path(best)).is_dir()
+        ):
+            state.best_model_checkpoint = str(path)
+        self._call("on_save")
+
+    def _end(self, event: RunEvent) -> None:
+        from transformers.trainer_utils import speed_metrics
+
+        self._drained()
+        state, first = self.trainer.state, self.first_step or 0
+        steps = event.step - first
+        rows = steps * event.result.plan.global_batch_size
+        self.metrics = speed_metrics("train", self.began_s, num_samples=rows, num_steps=steps)
+        self.metrics["total_flos"] = state.total_flos
+        self.metrics["train_loss"] = self.total_loss / max(steps, 0.001)
+        self.trainer.log(self.metrics)
+        self._call("on_train_end")
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; `stateful_callbacks` as transformers has them."""
+        state = self.trainer.state
+        kept = {name: getattr(state, name) for name in RESUMED}
+        return {**kept, "stateful_callbacks": new_state(self.trainer).stateful_callbacks}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        from transformers import Trainer as Theirs
+
+        for name in (*RESUMED, "stateful_callbacks"):
+            setattr(self.trainer.state, name, saved[name])
+        restore: Callable[..., None] = Theirs._load_callback_state
+        restore(self.trainer)
+
+
+def new_state(trainer: Any) -> Any:
+    """A TrainerState of this rank, with the states of the callbacks that have one."""
+    from transformers.trainer_callback import ExportableState, TrainerState
+
+    of = [*trainer.callback_handler.callbacks, trainer.control]
+    stateful: list[Any] = [x for x in of if isinstance(x, ExportableState)]
+    return TrainerState(
+        is_local_process_zero=launch.local_rank() == 0,
+        is_world_process_zero=launch.rank() == 0,
+        stateful_callbacks=stateful,
+    )
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
@@ -264,63 +371,22 @@ def _refused(what: str) -> MeshwrightError:
     )
 
 
-# --- batches and predictions ----------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------------------
 
-# Batches of a loader as global batches, and predictions of many batches as arrays.
+# Predictions of many batches as arrays.
 
 
 PADDING = -100  # of labels and predictions of other lengths, as in transformers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalBatches:
-    """Batches of a `loader`, the same on every rank, joined to as many `rows` as a step has; the
-    last of a pass may have fewer."""
-
-    loader: Any
-    rows: int
-
-    def __iter__(self) -> Iterator[Any]:
-        """Raises ValueError where batches don't add up to the rows, or can't be joined."""
-        parts, count = list[Any](), 0
-        for batch in self.loader:
-            parts.append(dict(batch) if isinstance(batch, Mapping) else batch)
-            count += batch_rows(parts[-1])
-            if count > self.rows:
-                raise DataError(
-                    f": batches of the loader have {count} rows, where a step has {self.rows}",
-                    place="Trainer.get_train_dataloader",
-                    legal="batches of which some in a row have as many rows as a step",
-                    way_out=f"give batches of {self.rows} rows, or of a divisor of it",
-                )
-            if count == self.rows:
-                yield _joined(parts)
-                parts, count = [], 0
-        if parts:
-            yield _joined(parts)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    try:
-        return pytree.tree_map(
-            lambda *xs: torch.cat(xs) if isinstance(xs[0], torch.Tensor) else xs[0], *parts
-        )
-    except (RuntimeError, ValueError) as error:
-        raise DataError(
-            f": batches of the loader can't be joined to a step's: {error}",
-            place="Trainer.get_train_dataloader",
-            legal="batches of one structure and of tensors that differ in their rows alone",
-            way_out="pad to one length, or give batches of a step's rows",
-        ) from error
-
-
-def predictions(outputs: Any, model: nn.Module) -> Any:
-    """The outputs of a forward without its loss and caches: a tensor, or a tuple of them."""
+def predictions(outputs: Any, model: nn.Module, ignore_keys: Any = None) -> Any:
+    """The outputs of a forward without its loss and caches (or `ignore_keys`): a tensor, or a tuple
+    of them."""
     if isinstance(outputs, Mapping) and isinstance(outputs.get("outputs"), Mapping | tuple):
         outputs = outputs["outputs"]  # of an overridden compute_loss
-    ignored = {"loss", *getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ())}
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ())
+    ignored = {"loss", *ignore_keys}
     if isinstance(outputs, Mapping):
         outputs = tuple(x for name, x in outputs.items() if name not in ignored)
     if isinstance(outputs, torch.Tensor):

@@ -37,8 +37,12 @@ TAKEN = frozenset(
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
         *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
         *("bf16", "fp16", "tf32", "torch_compile", "torch_compile_backend"),
-        *("logging_strategy", "logging_steps", "report_to", "eval_strategy", "eval_steps"),
+        *("logging_strategy", "logging_steps", "logging_first_step", "report_to", "disable_tqdm"),
+        "logging_nan_inf_filter",
+        *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
         *("save_strategy", "save_steps", "save_total_limit"),
+        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        *("restore_callback_states_from_checkpoint", "length_column_name"),
         *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
         *("dataloader_persistent_workers", "dataloader_prefetch_factor"),
         *("remove_unused_columns", "label_names"),
@@ -51,7 +55,6 @@ SAID = {
     "activation_checkpointing": "the plan decides what is recomputed",
     "gradient_checkpointing": "the plan decides what is recomputed",
     "per_device_eval_batch_size": "evaluations are in batches of global_batch_size",
-    "logging_first_step": "logging_steps says which steps are logged",
     "torch_empty_cache_steps": "nothing empties the allocator's cache",
 }
 
@@ -60,8 +63,8 @@ WITHOUT_EFFECT = frozenset(
     (
         *SAID,
         *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "use_cache"),
-        *("log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica"),
-        *("disable_tqdm", "run_name", "project", "logging_dir"),
+        *("log_on_each_node", "log_level", "log_level_replica"),
+        *("run_name", "project", "logging_dir"),
         *("prediction_loss_only", "eval_do_concat_batches", "do_train", "do_eval", "do_predict"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
         *("ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank"),
@@ -70,22 +73,20 @@ WITHOUT_EFFECT = frozenset(
 )
 
 _ZERO = "the plan decides on ZeRO; force it by overrides=Overrides(zero=3)"
-_BUCKETS = "fit(..., buckets=...) makes batches of similar lengths"
 INSTEAD = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _ZERO),
     "parallelism_config": "the plan decides; force it by overrides=Overrides(tp=..., pp=...)",
     "auto_find_batch_size": "`meshwright fit` says what batch fits",
     "push_to_hub": "push the folder that save_model writes",
-    "load_best_model_at_end": "load_checkpoint the step that the metrics say was best",
     "label_smoothing_factor": "a model, or a loss_fn, that smooths",
     "neftune_noise_alpha": "a model that adds the noise",
-    "train_sampling_strategy": _BUCKETS,
-    "group_by_length": _BUCKETS,
+    "group_by_length": 'train_sampling_strategy="group_by_length"',
     "dataloader_in_order": "batches are given in their order, so that a run can be resumed",
 }
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused", "sgd": "sgd"}  # planned
 STRATEGIES = ("no", "steps", "epoch")
-SAMPLING = ("random", "sequential")
+GROUPED = "group_by_length"
+SAMPLING = ("random", "sequential", GROUPED)
 PLATEAU = "reduce_lr_on_plateau"
 
 
@@ -135,12 +136,10 @@ def check_arguments(args: Any) -> None:
         )
     _check_values(args)
     _check_choices(args)
-    best = args.load_best_model_at_end  # sets the next two by itself
-    derived = ("metric_for_best_model", "greater_is_better") if best else ()
     warnings: dict[str, list[str]] = {}
     for f in dataclasses.fields(args):
         name, default, value = f.name, _default(f), getattr(args, f.name)
-        if name in TAKEN or name in derived or _is_unset(value, default):
+        if name in TAKEN or _is_unset(value, default):
             continue
         if name in SAID:
             warnings.setdefault(SAID[name], []).append(name)
@@ -171,8 +170,9 @@ def _check_choices(args: Any) -> None:
     steps = (STRATEGIES, 'give "steps" and how many')
     choices = {
         "optim": (OPTIMIZERS, "or give optimizer=, a function of the parallel model"),
-        **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), steps),
-        "train_sampling_strategy": (SAMPLING, _BUCKETS),
+        **dict.fromkeys(("logging_strategy", "eval_strategy"), steps),
+        "save_strategy": ((*STRATEGIES, "best"), 'give "steps" and how many'),
+        "train_sampling_strategy": (SAMPLING, "fit(..., buckets=...) makes batches of buckets"),
     }
     for name, (legal, way_out) in choices.items():
         value = chosen(args, name)
@@ -231,15 +231,10 @@ def global_batch_size(args: Any, num_devices: int) -> int:
     return per_device * num_devices
 
 
-def every(strategy: Any, steps: float | None, epoch_steps: int, total_steps: int) -> int | None:
-    """A strategy ("no", "steps", "epoch") and its steps (a part of all where below 1) as a number
-    of steps; None for "no"."""
-    kind = str(strategy.value)
-    if kind == "epoch":
-        return max(1, epoch_steps)
-    if kind == "no" or not steps:
-        return None
-    return max(1, round(steps * total_steps)) if steps < 1 else int(steps)
+def best_metric(args: Any) -> str:
+    """Name of the evaluation's number that tells the best model."""
+    name = str(args.metric_for_best_model or "loss")
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def optimizer_of(args: Any, decayed: list[Any], others: list[Any]) -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ from meshwright.monitor.loggers import (
     JsonLinesLogger,
     Metrics,
     MetricsLogger,
+    MlflowLogger,
     TensorBoardLogger,
     WandbLogger,
     logger_for,

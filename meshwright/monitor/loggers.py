@@ -1,5 +1,5 @@
-"""Loggers of metrics: JSON lines, TensorBoard, Weights & Biases. Any callable of a flat mapping of
-numbers is one; `step` is among them."""
+"""Loggers of metrics: JSON lines, TensorBoard, Weights & Biases, MLflow. Any callable of a flat
+mapping of numbers is one; `step` is among them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def logger_for(to: MetricsLogger | str | Path) -> MetricsLogger:
         f" is {shown(to)}",
         place="log_to: logger",
         legal="a path that ends in .jsonl, or a function of a mapping of numbers",
-        way_out="TensorBoardLogger(folder) and WandbLogger(run) of meshwright.monitor are such",
+        way_out="TensorBoardLogger(folder), WandbLogger(run) and MlflowLogger() of "
+        "meshwright.monitor are such",
     )
 
 
@@ -94,3 +95,39 @@ class WandbLogger:
             self.run = self.run()
         numbers = {f"meshwright/{k}": v for k, v in metrics.items() if k != "step"}
         self.run.log(numbers, step=int(metrics["step"]))
+
+
+class MlflowLogger:
+    """Logs `meshwright.<name>` to a run of MLflow: to the one of `run_id`, or that is active in
+    this process, or to a new one in `experiment`, named `run_name`, which is started at the first
+    step that is logged, on rank 0 alone, and ends with the process. Where it is kept is MLflow's to
+    say (`mlflow.set_tracking_uri`, MLFLOW_TRACKING_URI). Raises ImportError without the package
+    mlflow-skinny, or mlflow."""
+
+    def __init__(
+        self,
+        *,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise NotInstalledError(
+                "the package mlflow is not installed",
+                place="MlflowLogger()",
+                way_out="`pip install mlflow-skinny`, or JsonLinesLogger(path)",
+            ) from error
+        self._mlflow: Any = mlflow
+        self.experiment, self.run_name, self.run_id = experiment, run_name, run_id
+
+    def __call__(self, metrics: Metrics) -> None:
+        if self.run_id is None:
+            if self._mlflow.active_run() is None:
+                if self.experiment is not None:
+                    self._mlflow.set_experiment(self.experiment)
+                self._mlflow.start_run(run_name=self.run_name)
+            self.run_id = self._mlflow.active_run().info.run_id
+        numbers = {f"meshwright.{k}": float(v) for k, v in metrics.items() if k != "step"}
+        self._mlflow.log_metrics(numbers, step=int(metrics["step"]), run_id=self.run_id)

@@ -164,6 +164,10 @@ class Monitor:
             atexit.register(self.close)
         self._loggers.append((logger, every))
 
+    def forget(self, logger: MetricsLogger) -> None:
+        """Hand it no more steps."""
+        self._loggers = [(log, every) for log, every in self._loggers if log is not logger]
+
     def note(self, **numbers: Any) -> None:
         """Add numbers to the last step's."""
         if self._last is not None:
@@ -173,12 +177,13 @@ class Monitor:
         """The next step's batch was waited for."""
         self._input_s = (self._input_s or 0.0) + seconds
 
-    def close(self) -> None:
-        """The last step is over: it goes to the loggers, once."""
+    def close(self, *, asked: bool = False) -> None:
+        """The last step is over: it goes to the loggers, once, to all of them where it is
+        `asked`."""
         if self._last is None or self._logged:
             return
         self._logged = True
-        due = [log for log, every in self._loggers if self._last.step % every == 0]
+        due = [log for log, every in self._loggers if asked or self._last.step % every == 0]
         if due and self.rank == 0:
             metrics: Metrics = self.metrics()
             for log in due:

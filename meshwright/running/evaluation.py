@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,14 +13,25 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import all_gather_object, background, run_on_all, together
-from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward, group_of
+from meshwright.executor.ranks import all_gather_object, background, launch, run_on_all, together
+from meshwright.executor.runtime import (
+    CachedForward,
+    Counted,
+    Counting,
+    Runtime,
+    counting,
+    forward,
+    group_of,
+    why_not_cached,
+)
 from meshwright.planner.batch import batch_rows, input_leaves, unusual_kind
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.inputs.limits import MAX_COUNT, checked_booleans, is_number
 from meshwright.running.planned import PlannedModel
 from meshwright.running.steps import with_targets
 from meshwright.traced import TracedModel
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +162,7 @@ class Evaluation(PlannedModel):
             loss=mean, perplexity=perplexity, counted=weight, rows=rows, batches=number
         )
 
+    @checked_booleans
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -157,21 +170,27 @@ class Evaluation(PlannedModel):
         *,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        use_cache: bool = True,
     ) -> torch.Tensor:
         """Greedy continuations of prompts by a causal language model, under the training layout:
         [rows, longest prompt and new tokens] of ids, on every rank. Collective.
 
         `input_ids` [rows, length] are the same on every rank; prompts of unequal lengths are padded
         on the right with `pad_token_id`. New tokens follow each prompt at once; a row ends with
-        `eos_token_id`, and the rest is padding. Every token costs a forward over the whole length:
-        nothing is cached. Raises StateError for a model that is no causal language model, as its
-        logits tell.
+        `eos_token_id`, and the rest is padding. After a forward over the prompts a token costs one
+        over a few tokens, which reads the keys and values of those before; without `use_cache`, or
+        where they can't be kept (the log says why), one over the whole length. Raises StateError
+        for a model that is no causal language model, as its logits tell.
         """
         runtime = self._evaluable()
         if self._generator is None or self._generator.runtime is not runtime:
             self._generator = Generator(runtime, self._traced, self.plan.global_batch_size)
         return self._generator(
-            input_ids, max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+            input_ids,
+            max_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            use_cache=use_cache,
         )
 
 
@@ -221,11 +240,15 @@ def _counted(
 
 # --- generation -----------------------------------------------------------------------------------
 
-# Greedy generation by forwards of the training layout: whole rows, nothing cached.
+# Greedy generation by forwards of the training layout.
 #
 # Prompts are padded on the right: a causal model's logits at a position do not depend on what comes
 # after it, which is tried before the first token. Batches have the planned rows, and the planned
 # length or the next power of two of it, so that few shapes are lowered.
+#
+# With a cache all rows go on at the same position, from the end of the shortest prompt: a longer
+# prompt gives its own token there. Whether forwards that go on give the logits of whole ones is
+# tried before the first token, too.
 
 
 MASK = "attention_mask"
@@ -240,6 +263,10 @@ class Generator:
         self.runtime, self.traced, self.rows = runtime, traced, rows
         self.logits, self.ids = _logits_and_ids(traced)
         self.causal: bool | None = None
+        why = why_not_cached(runtime.planned.checked)
+        self.cached = None if why else CachedForward(runtime, self.logits)
+        if why and launch.rank() == 0:
+            log.info("generate: without a cache, as %s", why)
 
     def __call__(
         self,
@@ -248,12 +275,13 @@ class Generator:
         *,
         eos_token_id: int | None,
         pad_token_id: int | None,
+        use_cache: bool,
     ) -> torch.Tensor:
         """The prompts with what follows them. Collective."""
         background.finish_all()  # a save in the background uses the same group
         group = group_of(self.runtime)
         names = {"eos": eos_token_id, "pad": pad_token_id}
-        asked = max_new_tokens, eos_token_id, pad_token_id
+        asked = max_new_tokens, eos_token_id, pad_token_id, use_cache
         run_on_all(group, lambda: _check(prompts, max_new_tokens, names))
         _check_same(all_gather_object(group, (_digest(prompts), *asked)))
         pad = eos_token_id if pad_token_id is None else pad_token_id
@@ -266,7 +294,11 @@ class Generator:
         ends = lengths.clone()
         for first in range(0, len(prompts), self.rows):
             part = slice(first, first + self.rows)
-            self._extend(ids[part], ends[part], max_new_tokens, eos_token_id)
+            keep = use_cache and self.cached is not None and self._fits(ids.shape[1])
+            extend = self._go_on if keep else self._extend
+            extend(ids[part], ends[part], max_new_tokens, eos_token_id)
+        if self.cached is not None:
+            self.cached.cache.begin(None)  # lets go
         return ids[:, : int(ends.max())].to(prompts.device)
 
     def _extend(
@@ -285,10 +317,55 @@ class Generator:
             if not open_rows.any():
                 return
 
+    def _go_on(
+        self, ids: torch.Tensor, ends: torch.Tensor, new_tokens: int, eos: int | None
+    ) -> None:
+        """The same by a cache: token after token of all rows."""
+        width = self._width(ids.shape[1])
+        open_rows = torch.ones(len(ids), dtype=torch.bool)
+        limits, first = ends + new_tokens, int(ends.min())
+        for at in range(first, ids.shape[1]):
+            here = open_rows & (ends == at)
+            next_ids = self._cached_at(ids, ends, at - 1, width, all_tokens=at == first)
+            next_ids = next_ids.argmax(dim=-1).cpu()
+            ids[here, at] = next_ids[here]
+            ends += here
+            open_rows &= ends < limits
+            if eos is not None:
+                open_rows &= ~here | (next_ids != eos)
+            if not open_rows.any():
+                return
+
+    def _cached_at(
+        self, ids: torch.Tensor, ends: torch.Tensor, at: int, width: int, *, all_tokens: bool
+    ) -> torch.Tensor:
+        """The logits [rows, classes] at a position of all rows, by the cache. Collective."""
+        cached = self.cached
+        assert cached is not None
+        start = None if all_tokens else min(max(at + 1 - cached.tokens, 0), width - cached.tokens)
+        batch, few = (self._batch(ids[:, :w], ends, w) for w in (width, cached.tokens))
+        return cached(batch, few, at, rows=len(ids), start=start)
+
+    def _fits(self, length: int) -> bool:
+        return self.cached is not None and self._width(length) >= self.cached.tokens
+
     def _at(
         self, ids: torch.Tensor, ends: torch.Tensor, at: torch.Tensor, width: int
     ) -> torch.Tensor:
         """The logits [rows, classes] at one position of each row, on every rank. Collective."""
+        logits = forward(
+            self.runtime,
+            self._batch(ids, ends, width),
+            [self.logits],
+            rows=len(ids),
+            gather=True,
+            at=at,
+        ).values[self.logits]
+        assert logits is not None, "gathered on every rank"
+        return logits
+
+    def _batch(self, ids: torch.Tensor, ends: torch.Tensor, width: int) -> Any:
+        """The batch of ids, which end in each row, padded to a width."""
         padded = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
         batch: dict[str, Any] = {self.ids: padded}
         if MASK in self.traced.graph.inputs.values():
@@ -301,12 +378,7 @@ class Generator:
             inputs = (padded,)
         else:
             inputs |= {path: x for path, x in graph.fixed.items() if "." not in path}
-        filled = completed(inputs, self.traced, [self.logits], rows=self.rows)
-        logits = forward(
-            self.runtime, filled.batch, [self.logits], rows=len(ids), gather=True, at=at
-        ).values[self.logits]
-        assert logits is not None, "gathered on every rank"
-        return logits
+        return completed(inputs, self.traced, [self.logits], rows=self.rows).batch
 
     def _width(self, length: int) -> int:
         """The length at which rows of so many tokens run: planned, or a power of two of it, within
@@ -332,12 +404,30 @@ class Generator:
             other = torch.cat([ids[:, :half], (ids[:, half:] + classes // 2 + 1) % classes], 1)
             ends, at = torch.full((self.rows,), width), torch.full((self.rows,), half - 1)
             one, two = (self._at(x, ends, at, width) for x in (ids, other))
-            self.causal = bool((one - two).abs().max() <= CLOSE * one.abs().max())
+            self.causal = _close(one, two)
+            if self.causal and self._fits(half + 1):
+                self._check_cached(ids, other, half)
         if not self.causal:
             raise StateError(
                 "generate: the model's logits at a position change with the tokens after it, so "
                 "its attention is not causal; legal: causal language models. Way out: use forward"
             )
+
+    def _check_cached(self, ids: torch.Tensor, other: torch.Tensor, half: int) -> None:
+        """Drop the cache where a forward that goes on gives other logits than a whole one.
+        Collective."""
+        width = ids.shape[1]
+        ends = torch.full((self.rows,), width)
+        whole = self._at(ids, ends, torch.full((self.rows,), half), width)
+        self._cached_at(other, ends, half - 1, width, all_tokens=True)
+        if not _close(whole, self._cached_at(ids, ends, half, width, all_tokens=False)):
+            self.cached = None
+            if launch.rank() == 0:
+                log.info("generate: without a cache, which other operators than attention need")
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool((one - two).abs().max() <= CLOSE * one.abs().max())
 
 
 def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -151,7 +152,7 @@ class OtherShapes:
             rows = torch.arange(shape.rows if known else batch_rows(traced.example))
             named, spec = input_leaves(batch)
             leaves = [x[rows % len(x)] if path in traced.batched else x for path, x in named]
-            example = pytree.tree_unflatten(leaves, spec)
+            example = in_order_of(traced.example, pytree.tree_unflatten(leaves, spec))
             traced = self.traced.with_example(example)
         graph, factors = traced.in_microbatches(*sizes)
         if fingerprint(graph) != plan.model and known:  # of masks some may have taken all
@@ -172,6 +173,14 @@ class OtherShapes:
             prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
             check_memory(prediction, problem.cluster)
         return CheckedPlan.of(plan, *graph_for(plan, graph, factors), traced.run_use)
+
+
+def in_order_of(example: Any, batch: Any) -> Any:
+    """A batch with its entries in the order of the example's, by which its inputs are named."""
+    if not isinstance(example, Mapping) or not isinstance(batch, Mapping):
+        return batch
+    first = {name: batch[name] for name in example if name in batch}
+    return first | {name: x for name, x in batch.items() if name not in first}
 
 
 def plan_of_rows(plan: Plan, rows: int) -> Plan:

@@ -4,10 +4,11 @@ much is done; few lines elsewhere."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -16,6 +17,7 @@ FIRST_S = 10.0  # until the first line where there is no terminal; the next come
 WATCHED = "meshwright.progress"  # the logger by which what takes long says where it is
 USUAL_COLUMNS = 120
 CLEAR = "\x1b[K"  # the rest of the line
+LOGGED = ("loss", "lr", "grad_norm", "rows_per_s", "tokens_per_s", "mfu")  # of a step's numbers
 
 
 class Progress:
@@ -58,6 +60,59 @@ class Progress:
         if self.open:
             sys.stderr.write("\n")
             self.open = False
+
+
+class StepProgress:
+    """Progress of a training run on rank 0's stderr: a line for the numbers of a step or an
+    evaluation, of which it is a logger; on a terminal also a bar, written over, with the steps that
+    are done and the time that is left."""
+
+    REDRAWN_S = 0.1
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.began, self.drawn = clock, clock(), -math.inf
+        self.first: int | None = None  # steps before this run
+        self.step = 0
+        self.total: int | None = None
+
+    def at(self, step: int, total: int | None) -> None:
+        """A step is done, of so many (None: as many as there are data)."""
+        self.first = step - 1 if self.first is None else self.first
+        self.step, self.total, now = step, total, self.clock()
+        if sys.stderr.isatty() and (now - self.drawn >= self.REDRAWN_S or step == total):
+            self.drawn = now
+            sys.stderr.write(f"\r{self._drawn(now)[: columns() - 1]}{CLEAR}")
+            sys.stderr.flush()
+
+    def __call__(self, metrics: Mapping[str, float]) -> None:
+        """The line of a step or an evaluation."""
+        of = f"/{self.total}" if self.total else ""
+        known = [(name, metrics[name]) for name in LOGGED if name in metrics]
+        known += [(name, x) for name, x in metrics.items() if name.startswith("eval_")]
+        numbers = ", ".join(f"{name} {x:.4g}" for name, x in known)
+        start, end = ("\r", CLEAR) if sys.stderr.isatty() else ("", "")
+        sys.stderr.write(f"{start}step {self.step}{of}: {numbers}{end}\n")
+        sys.stderr.flush()
+
+    def _drawn(self, now: float) -> str:
+        done_s, steps = now - self.began, self.step - (self.first or 0)
+        text = f"{self.step} steps, {_minutes(done_s)}"
+        if self.total is None:
+            return text
+        left_s = done_s / steps * (self.total - self.step)
+        share = bar(self.step / self.total)
+        return f"{share}{self.step}/{self.total} steps, {_minutes(done_s)}, {_minutes(left_s)} left"
+
+    def end(self) -> None:
+        """The bar stays as it is, above what is written next."""
+        if self.drawn > -math.inf:
+            sys.stderr.write("\n")
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def bar(share: float | None) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from meshwright.api import auto_parallelize
-from meshwright.data import collated, data_loader
+from meshwright.data import collated, data_loader, first_samples, is_stream
 from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, logger_for
@@ -27,6 +28,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 from meshwright.running import check_in_backward
+from meshwright.shell.progress import StepProgress
 from meshwright.training.kept import FitError, KeptCheckpoints, locked
 from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
@@ -37,14 +39,15 @@ SAMPLES = 2  # of the data, that a plain module is traced on
 class Fitted:
     """A run that has ended: the trained model and its optimizer; the `steps` that were made in all,
     earlier runs that it resumed included; the `loss` of the last one (None where this run made
-    none) and of the last evaluation; and why it `ended`: "steps", "data", "signal" (SIGTERM),
-    "patience" or "watch"."""
+    none) and of the last evaluation; the step of the best one; and why it `ended`: "steps", "data",
+    "signal" (SIGTERM), "patience" or "watch"."""
 
     result: ParallelModel
     optimizer: torch.optim.Optimizer
     steps: int
     loss: float | None
     eval_loss: float | None
+    best_step: int | None
     ended: str
 
 
@@ -60,13 +63,17 @@ def fit(
     evaluation: Any = None,
     evaluate_every: int = 500,
     patience: int | None = None,
+    metric: str = "eval_loss",
+    greater_is_better: bool = False,
     folder: str | Path | None = None,
-    save_every: int | None = None,
+    save_every: int | Literal["best"] | None = None,
     keep: int = 3,
-    resume: bool | Literal["given"] = True,
+    load_best: bool = False,
+    resume: bool | Literal["given"] | Path = True,
     hosts: Iterable[int] = (),
     log_to: MetricsLogger | str | Path | None = None,
     log_every: int = 10,
+    progress: bool | None = None,
     watch: Watch | None = None,
     **loading: Any,
 ) -> Fitted:
@@ -78,9 +85,10 @@ def fit(
     the cluster is the one that torchrun started (`Cluster.detect()`), and `example_inputs` are the
     first samples of the data.
 
-    `data` is a dataset, of which each rank loads its own rows, or an iterable of batches: a
-    `data_loader`, or one that gives the same global batches on every rank. `loading` are further
-    arguments of `data_loader` for datasets (shuffle, seed, collate_fn, num_workers, ...). Without
+    `data` is a dataset, of which each rank loads its own rows, one that is streamed (torch's
+    `IterableDataset`), or an iterable of batches: a `data_loader`, or one that gives the same
+    global batches on every rank. `loading` are further arguments of `data_loader` for datasets
+    (shuffle, seed, collate_fn, num_workers, ...). Without
     `steps` the run ends with the data (of a dataset: one epoch), else data begin anew as often as
     it takes. Gradients are accumulated as planned: over the micro-batches of `global_batch_size`.
 
@@ -90,9 +98,11 @@ def fit(
     doesn't.
 
     `evaluation`, a dataset or an iterable of batches as above, is evaluated every `evaluate_every`
-    steps; with `patience`, the run ends after so many evaluations in a row without a lower loss.
-    It may also be a collective function without arguments that gives numbers by name, `eval_loss`
-    among them.
+    steps; with `patience`, the run ends after so many evaluations in a row without a better
+    `metric`, which is a lower loss, or the number of that name, where `greater_is_better` a higher
+    one. It may also be a collective function without arguments that gives numbers by name, the
+    `metric` among them. With `load_best` the run ends with the weights after the best evaluation,
+    as far as they were saved: `save_every="best"` saves after each that is better than all before.
 
     `folder`, which all ranks see, gets a checkpoint `step-<n>` every `save_every` steps, at the end
     of the run and where a process gets SIGTERM, upon which the run ends, or SIGUSR1; the newest
@@ -100,8 +110,9 @@ def fit(
     schedule, and the position in the data where they have a state (`data_loader` has), to the
     sample. Where the script gives another learning rate, schedule, seed or other option than the
     run that it resumes was given, a warning says both values, and that which was saved goes on;
-    `resume="given"` takes what is given now. `resume=False` refuses a folder with checkpoints.
-    Another run that writes into the folder is refused.
+    `resume="given"` takes what is given now, and a path is the checkpoint to go on from.
+    `resume=False` refuses a folder with checkpoints. Another run that writes into the folder is
+    refused.
 
     The plan of a plain module is kept in the folder, too, and taken again where the run goes on
     with as many hosts of the same devices, and is planned by the same arguments. `hosts` are
@@ -109,10 +120,12 @@ def fit(
     first step, and a number of hosts on which the run could not go on is a warning then.
 
     `log_to` gets the metrics of every `log_every`th step and the evaluations: a logger of
-    `meshwright.monitor`, any function of a mapping, or the path of a file for JSON lines.
+    `meshwright.monitor`, any function of a mapping, or the path of a file for JSON lines. Rank 0
+    shows them as lines on stderr, with a bar of the steps; by default on a terminal alone,
+    `progress` says otherwise (elsewhere there is no bar).
 
-    `watch` is a function of each `RunEvent`, on every rank; what it returns of "evaluate", "save"
-    and "stop" is done after the step, on all ranks where one asks.
+    `watch` is a function of each `RunEvent`, on every rank; what it returns of "log", "evaluate",
+    "save" and "stop" is done after the step, on all ranks where one asks.
 
     Raises ValueError for arguments that can't be, and what `train_step`, `evaluate` and checkpoints
     raise.
@@ -121,10 +134,11 @@ def fit(
         steps=steps,
         evaluate_every=evaluate_every,
         patience=patience,
-        save_every=save_every,
+        save_every=None if save_every == "best" else save_every,
         keep=keep,
         log_every=log_every,
     )
+    check_best(metric, greater_is_better, load_best, progress)
     check_functions(
         optimizer=optimizer,
         schedule=schedule,
@@ -138,6 +152,9 @@ def fit(
         _check_data("evaluation", evaluation, {})
     path = None if folder is None else checked_path(folder, "fit: folder")
     loggers = () if log_to is None else (logger_for(log_to),)
+    shown = _shown(progress)
+    if shown is not None:
+        loggers = (*loggers, shown)
     requests = StopRequests()
     with requests.listening():
         result = _planned(model, data, planning, loading, path, counted_hosts(hosts))
@@ -154,21 +171,36 @@ def fit(
             loader=_loader(result, data, loading),
             steps=steps,
             max_grad_norm=max_grad_norm,
-            saves=_saves(path, keep, save_every, bool(resume)),
-            evaluations=_evaluations(result, evaluation, loading, evaluate_every, patience),
+            saves=_saves(path, keep, save_every, load_best=load_best, resume=bool(resume)),
+            evaluations=_evaluations(
+                result,
+                evaluation,
+                loading,
+                {
+                    "every": evaluate_every,
+                    "patience": patience,
+                    "metric": metric,
+                    "greater_is_better": greater_is_better,
+                },
+            ),
             loggers=loggers,
             log_every=log_every,
+            shown=shown,
             watch=watch,
             takes_given=resume == "given",
+            start=resume if isinstance(resume, Path) else None,
         )
         with nullcontext() if path is None else locked(path):
             ended = loop.run(requests)
+        if shown is not None:
+            shown.end()
     return Fitted(
         result=result,
         optimizer=built,
         steps=loop.progress.step,
         loss=None if loop.loss is None else float(loop.loss.detach()),
         eval_loss=loop.progress.eval_loss,
+        best_step=loop.progress.best_step,
         ended=ended,
     )
 
@@ -216,16 +248,16 @@ def _planned(
 
 def _first_samples(data: Any, loading: Mapping[str, Any]) -> Any:
     """A batch of the first samples of a dataset."""
-    size = len(data) if hasattr(data, "__len__") else 0
-    if size < 1:
+    samples = first_samples(data, SAMPLES)
+    if not samples:
         raise FitError(
-            f" is a {type(data).__name__} of {size} samples",
+            f" is a {type(data).__name__} of no samples",
             place="fit: data",
             legal="a dataset of global_batch_size samples or more",
             way_out="give one",
         )
     collate: Callable[[list[Any]], Any] = loading.get("collate_fn") or collated
-    return collate([data[k] for k in range(min(SAMPLES, size))])
+    return collate(samples)
 
 
 def _first(batches: Any) -> Any:
@@ -258,7 +290,7 @@ def _check_data(name: str, data: Any, loading: Mapping[str, Any]) -> None:
 def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
     """Batches of a dataset; batches that are given, as they are. Raises ValueError for a list of
     what are no batches."""
-    if _is_dataset(data):
+    if _is_dataset(data) or is_stream(data):
         return data_loader(data, result, **loading)
     if isinstance(data, list | tuple) and data and result.is_sample(data[0]):
         raise FitError(
@@ -271,26 +303,22 @@ def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
 
 
 def _evaluations(
-    result: ParallelModel,
-    evaluation: Any,
-    loading: Mapping[str, Any],
-    every: int,
-    patience: int | None,
+    result: ParallelModel, evaluation: Any, loading: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> Evaluations | None:
     if evaluation is None:
         return None
     if is_function(evaluation):
-        return Evaluations(run=evaluation, every=every, patience=patience)
+        return Evaluations(run=evaluation, **asked)
     options = {**loading, "shuffle": False, "drop_last": False}
     if not callable(options.get("lengths")):
         options.pop("lengths", None)  # of the training samples
     batches = _loader(result, evaluation, options)
-    return Evaluations(
-        run=lambda: {"eval_loss": result.evaluate(batches).loss}, every=every, patience=patience
-    )
+    return Evaluations(run=lambda: {"eval_loss": result.evaluate(batches).loss}, **asked)
 
 
-def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
+def _saves(
+    folder: Path | None, keep: int, every: int | str | None, *, load_best: bool, resume: bool
+) -> Saves | None:
     if folder is None:
         return None
     checkpoints = KeptCheckpoints(folder=folder, keep=keep)
@@ -301,7 +329,13 @@ def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> S
             legal="a folder without checkpoints, or resume=True",
             way_out="give another folder, or move the checkpoints elsewhere",
         )
-    return Saves(checkpoints=checkpoints, every=every)
+    return Saves(checkpoints=checkpoints, every=every, load_best=load_best)
+
+
+def _shown(progress: bool | None) -> StepProgress | None:
+    """The bar and lines of this rank, if it shows them."""
+    shows = sys.stderr.isatty() if progress is None else progress
+    return StepProgress() if shows and launch.rank() == 0 else None
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -437,14 +471,25 @@ def check_functions(
     norm = max_grad_norm
     if norm is not None and not (norm == float("inf") or (is_number(norm) and norm >= 0)):
         raise refused("max_grad_norm", norm, "a number from 0, or None", "None doesn't clip")
-    if not isinstance(resume, bool) and resume != "given":
+    if not isinstance(resume, bool | Path) and resume != "given":
         raise refused(
-            "resume", resume, "True, False, 'given'", "True goes on from the newest checkpoint"
-        )
+            "resume", resume, "True, False, 'given', the Path of a checkpoint",
+            "True goes on from the newest checkpoint",
+        )  # fmt: skip
     if watch is not None and not _takes_one(watch):
         raise refused(
             "watch", watch, "a function of a RunEvent, or None", "lambda event: print(event)"
         )
+
+
+def check_best(metric: Any, greater_is_better: Any, load_best: Any, progress: Any) -> None:
+    """Raise ValueError for what names no number, and for what is no flag."""
+    if not isinstance(metric, str):
+        raise refused("metric", metric, "the name of a number of the evaluation", '"eval_loss"')
+    flags = {"greater_is_better": greater_is_better, "load_best": load_best}
+    for name, flag in {**flags, "progress": False if progress is None else progress}.items():
+        if not isinstance(flag, bool):
+            raise refused(name, flag, "True, False", "leave it out for the default")
 
 
 def is_function(data: Any) -> bool:

@@ -83,13 +83,19 @@ class KeptCheckpoints:
             raise damaged
         return None
 
-    def drop_old(self, saved: int) -> None:
+    def drop_old(self, saved: int, best: int | None = None) -> None:
         """Remove what is older than the `keep` newest up to the step that was `saved`, on rank 0;
-        what can't be removed stays, with a warning. Later ones, of a run that was damaged or begun
-        again before, stay too."""
+        the `best` one stays in place of the oldest of them (`keep` of one: beside it). What can't
+        be removed stays, with a warning. Later ones, of a run that was damaged or begun again
+        before, stay too."""
         if launch.rank() != 0:
             return
-        for step in [k for k in self._steps() if k <= saved][: -self.keep]:
+        steps = [k for k in self._steps() if k <= saved]
+        keep = self.keep
+        if best in steps[: -self.keep]:
+            steps.remove(best)
+            keep = max(1, keep - 1)
+        for step in steps[:-keep]:
             try:
                 atomic_folder.remove(atomic_folder.published(self.path(step)))
             except (OSError, SavedError) as error:

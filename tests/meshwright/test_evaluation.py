@@ -1,9 +1,11 @@
 """Outputs, data sets and generated tokens under the training layout, against one device."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.helpers.tiers import tiered
 from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, free_links
 
 LENGTH, CLASSES, IGNORED = 8, 48, -100
+ATTENTION = F.scaled_dot_product_attention
 CONFIG: Mapping[str, Any] = {
     "vocab_size": CLASSES, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": None
 }  # fmt: skip
@@ -139,6 +142,7 @@ def compare_tokens(result: ParallelModel, alone: Any) -> None:
     assert torch.equal(found, wanted)
     eos = int(found[0, 7])
     until = result.generate(padded, 5, pad_token_id=0, eos_token_id=eos)
+    assert torch.equal(result.generate(padded, 5, pad_token_id=0, use_cache=False), found)
     ended = []
     for row, n in zip(found, lengths, strict=True):
         new = row[n : n + 5].tolist()
@@ -147,6 +151,67 @@ def compare_tokens(result: ParallelModel, alone: Any) -> None:
     assert len(ended[0]) < 11 and until.tolist() == [
         row + [0] * (width - len(row)) for row in ended
     ]
+
+
+def grouped_heads(*, attention: str = "sdpa") -> Any:
+    """A Llama whose heads share keys and values."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **CONFIG, attn_implementation=attention))
+
+
+def cached(build: Callable[[], Any], layout: Mapping[str, int], masked: bool, world: int) -> None:
+    """Tokens by a cache are those of transformers' own, of prompts far beyond the planned length;
+    a token costs a forward over few tokens."""
+    torch.manual_seed(0)
+    data = batches()[0]
+    if masked:
+        mask = torch.ones_like(data["input_ids"])
+        mask[2, 5:] = 0  # of all ones no operator would be traced
+        data["attention_mask"] = mask
+    asked = {"global_batch_size": ROWS, "precision": "fp32", "overrides": Overrides(**layout)}
+    result = auto_parallelize(build(), free_links(world), example_inputs=data, **asked)
+    alone, prompts = plain(build), ids(5, 12, 3)
+    compare_tokens(result, alone)
+    wanted = alone.generate(prompts, max_new_tokens=20, do_sample=False, use_cache=True)
+    assert torch.equal(result.generate(prompts, 20), wanted)
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=ATTENTION) as attention:
+        result.generate(prompts, 20)  # traced already
+    lengths = [call.args[0].shape[-2] for call in attention.call_args_list]
+    few, whole = 2 * layout.get("tp", 1), lengths.count(32)
+    assert {*lengths} == {few, 32} and lengths.count(few) == 19 * whole > 0
+
+
+TWO = [
+    (gpt2, {"tp": 2, "dp": 1, "pp": 1}, False),
+    (gpt2, {"dp": 2, "tp": 1, "pp": 1}, True),
+    (gpt2, {"pp": 2, "tp": 1, "dp": 1, "num_microbatches": 2}, False),
+    (grouped_heads, {"tp": 2, "dp": 1, "pp": 1}, True),
+    (grouped_heads, {"dp": 2, "tp": 1, "pp": 1, "zero": 3}, False),
+    (grouped_heads, {"pp": 2, "tp": 1, "dp": 1}, True),
+]
+
+
+FEW = "shared heads under tp with a mask are first; four ranks keep keys and values, too"
+
+
+@pytest.mark.parametrize("cell", tiered(TWO, lambda cell: cell == TWO[3], FEW))
+def test_tokens_by_a_cache_are_those_of_transformers(cell: tuple[Any, ...]) -> None:
+    on_ranks(2, cached, *cell, 2)
+
+
+def test_one_device_keeps_keys_and_values_and_eager_attention_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cached(gpt2, {}, False, 1)
+    torch.manual_seed(0)
+    model = grouped_heads(attention="eager")
+    result = tiny.planned(model, example_inputs=batches()[0], loss_fn=None)
+    with caplog.at_level(logging.INFO, "meshwright"):
+        found = result.generate(ids(2, 6), 4)
+    assert "without a cache, as no operator of the model is an attention" in caplog.text
+    wanted = plain(grouped_heads).generate(ids(2, 6), max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, wanted)
 
 
 def uneven(data: list[Any]) -> Iterator[Any]:

@@ -15,7 +15,13 @@ from meshwright import Overrides, ParallelModel, data_loader, progress_shown
 from meshwright.executor.devices import Clock
 from meshwright.executor.ranks import all_gather_object, gloo_group, launch
 from meshwright.monitor import BatchSize, Monitor, Predicted
-from meshwright.monitor.loggers import JsonLinesLogger, TensorBoardLogger, WandbLogger, logger_for
+from meshwright.monitor.loggers import (
+    JsonLinesLogger,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    logger_for,
+)
 from meshwright.monitor.metrics import (
     AIMS,
     BETWEEN,
@@ -28,7 +34,7 @@ from meshwright.monitor.metrics import (
     deviation,
 )
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import ROWS, SEQUENCE, batch, net, planned
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import PLANS, RANKS, Tokens
@@ -371,6 +377,33 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert rates == [(10, 1000.0), (20, 2000.0), (30, 3000.0)]
     losses = [event.value for event in read.Scalars("meshwright/loss")]
     assert losses[0] == 2.5 and math.isnan(losses[1]) and losses[2] == 1.25
+
+
+@second_tier("the real package, which takes seconds to import; loggers are functions of numbers")
+def test_mlflow_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a run that is started at the first step, in its experiment, under its name."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which it refuses by default
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    log = MlflowLogger(experiment="tests", run_name="first")
+    assert mlflow.active_run() is None
+    for step in (1, 2):
+        log({"step": float(step), "loss": 3.0 - step, "mfu": 0.5})
+    run = mlflow.active_run()
+    mlflow.end_run()
+    log({"step": 3.0, "eval_loss": 0.25})  # to the same one
+    client = mlflow.MlflowClient()
+    assert client.get_run(run.info.run_id).info.run_name == "first"
+    assert client.get_experiment_by_name("tests").experiment_id == run.info.experiment_id
+    history = client.get_metric_history(run.info.run_id, "meshwright.loss")
+    assert [(row.step, row.value) for row in history] == [(1, 2.0), (2, 1.0)]
+    assert client.get_run(run.info.run_id).data.metrics["meshwright.eval_loss"] == 0.25
+
+
+def test_without_mlflow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ImportError, match=r"mlflow is not installed.*pip install mlflow-skinny"):
+        MlflowLogger()
 
 
 def test_weights_and_biases_takes_what_is_logged(

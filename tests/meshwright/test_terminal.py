@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from meshwright import progress_shown
 from meshwright.cli import main
 from meshwright.shell import progress
-from meshwright.shell.progress import BAR, FIRST_S, Progress, bar
+from meshwright.shell.progress import BAR, FIRST_S, Progress, StepProgress, bar
 from meshwright.shell.terminal import show, stdout_is_the_result, wrapped
 from tests.helpers.tiny import ROWS, batch, net, planned
 from tests.meshwright.commands import FOUR, Captured, printed, terminal
@@ -125,6 +125,28 @@ def test_elsewhere_lines_are_few_and_plain(capsys: Captured) -> None:
             said("reading", 0.5)
     err = capsys.readouterr().err
     assert err.splitlines() == [f"reading, after {s:.0f} s" for s in (10, 20, 40, 80)]
+
+
+def test_steps_of_a_run_are_a_bar_on_terminals_and_lines_everywhere(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    line = {"step": 12.0, "loss": 2.34567, "lr": 1e-3, "train_step_s": 3.0, "eval_loss": 2.0}
+    for drawn in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda drawn=drawn: drawn)
+        shown = StepProgress(clock=lambda: now[0])
+        for step in (11, 12):  # a run that was resumed after 10
+            now[0] += 2.0
+            shown.at(step, 20)
+        shown(line)
+        shown.end()
+    plain, shown_over = capsys.readouterr().err.split("\r", 1)
+    assert plain == "step 12/20: loss 2.346, lr 0.001, eval_loss 2\n"
+    assert "] 12/20 steps, 0:04, 0:16 left" in shown_over
+    assert "step 12/20: loss 2.346" in shown_over
+    shown = StepProgress(clock=lambda: now[0])
+    shown.at(3, None)
+    assert capsys.readouterr().err.startswith("\r3 steps, 0:00")
 
 
 def test_on_a_terminal_lines_take_the_place_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,12 +185,18 @@ def test_callbacks_are_told_and_asked(asks: dict[str, int], tmp_path: Path) -> N
     assert ("log", 1) in noted.events
 
 
-def test_a_patience_of_transformers_ends_the_run(tmp_path: Path) -> None:
-    worse = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0,
-             "metric_for_best_model": "eval_loss"}  # fmt: skip
-    early = EarlyStoppingCallback(early_stopping_patience=2)
-    with pytest.raises(MeshwrightError, match="metric_for_best_model"):
-        trained(Trainer, tmp_path, {}, args=worse, callbacks=[early], eval_dataset=dataset())
+@pytest.mark.parametrize("rate", [1e-2, 0.0])
+def test_a_patience_of_transformers_ends_the_run(rate: float, tmp_path: Path) -> None:
+    """Without learning no evaluation is better than the first, of which it tells."""
+    args = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": rate,
+            "metric_for_best_model": "eval_loss"}  # fmt: skip
+    steps = []
+    for base in KINDS.values():
+        early = EarlyStoppingCallback(early_stopping_patience=2)
+        given = {"callbacks": [early], "eval_dataset": dataset()}
+        trainer, _ = trained(base, tmp_path, {}, args=args, **given)
+        steps.append((trainer.state.global_step, trainer.state.log_history[-1]["step"]))
+    assert steps[0] == steps[1] == ((3, 3) if rate == 0.0 else (4, 4))
 
 
 @pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step", "on_substep_end"])

@@ -149,6 +149,48 @@ def test_a_run_in_parts_is_the_whole_run(tmp_path: Path) -> None:
     assert [lr for _, lr, _ in found["whole"]] == pytest.approx([0.1, 0.09, 0.08, 0.07, 0.06])
 
 
+@pytest.mark.parametrize("every", ["best", 1])
+def test_the_weights_of_the_best_evaluation_are_loaded(every: Any, tmp_path: Path) -> None:
+    """They are saved where asked for, and stay beside the newest; a resumed run knows them."""
+    result, weights, numbers = begun_anew(), list[Any](), iter([1.0, 3.0, 2.0, 0.5, 4.0])
+
+    def evaluation() -> dict[str, float]:
+        weights.append({k: x.clone() for k, x in result.full_state_dict().items()})
+        return {"eval_loss": 1.0, "score": next(numbers)}
+
+    options = {
+        "optimizer": sgd, "evaluation": evaluation, "evaluate_every": 1, "metric": "score",
+        "greater_is_better": True, "save_every": every, "keep": 2, "load_best": True,
+    }  # fmt: skip
+    done = fit(result, Tokens(), folder=tmp_path, steps=4, **options)
+    assert (done.steps, done.best_step) == (4, 2)
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == [
+        "step-00000002", "step-00000004"
+    ]  # fmt: skip
+    for name, x in result.full_state_dict().items():
+        assert torch.equal(x, weights[1][name])
+    done = fit(result, Tokens(), resume=tmp_path / "step-00000004", steps=5, **options)
+    assert (done.steps, done.best_step) == (5, 5)
+
+
+def test_an_evaluation_without_the_metric_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match=r"fit: metric='f1' is not among.*legal: eval_loss"):
+        fit(
+            begun_anew(), Tokens(), optimizer=sgd, steps=1, evaluation=Tokens(8),
+            evaluate_every=1, metric="f1",
+        )  # fmt: skip
+
+
+def test_lines_are_shown_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = {"log_every": 2, "evaluation": Tokens(8), "evaluate_every": 3}
+    result = feeding.planned(ranks=1)  # that has made no step
+    fit(result, Tokens(), optimizer=sgd, steps=4, progress=True, **shown)
+    fit(result, Tokens(), optimizer=sgd, steps=4, **shown)  # no terminal
+    lines = capfd.readouterr().err.splitlines()
+    said = [line.split(",")[0].rsplit(" ", 1)[0] for line in lines if line.startswith("step ")]
+    assert said == ["step 2/4: loss", "step 3/4: eval_loss", "step 4/4: loss"]
+
+
 def test_batches_of_ones_own_are_global(expected: list[float]) -> None:
     order = Order(size=SAMPLES, rows=ROWS, shuffle=True, seed=SEED, drop_last=False)
     batches = [batch_of(b.samples) for b in order.batches(0)]
@@ -193,6 +235,10 @@ def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
         ({"schedule": lambda optimizer: None}, "schedule returned a NoneType"),
         ({"max_grad_norm": "1"}, "max_grad_norm"),
         ({"resume": 1}, "resume"),
+        ({"load_best": 1}, "load_best"),
+        ({"metric": 3}, "metric"),
+        ({"progress": "yes"}, "progress"),
+        ({"save_every": "always"}, "save_every"),
         ({"folder": 3}, "folder"),
         ({"log_to": "x" * 300}, "log_to"),
         ({"data": "text"}, "data"),
