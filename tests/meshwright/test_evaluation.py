@@ -195,7 +195,12 @@ TWO = [
 FEW = "shared heads under tp with a mask are first; four ranks keep keys and values, too"
 
 
-@pytest.mark.parametrize("cell", tiered(TWO, lambda cell: cell == TWO[3], FEW))
+def kept(cell: tuple[Any, ...]) -> str:
+    degrees = "".join(f" {name}{value}" for name, value in cell[1].items() if value > 1)
+    return cell[0].__name__ + degrees
+
+
+@pytest.mark.parametrize("cell", tiered(TWO, lambda cell: cell == TWO[3], FEW, kept))
 def test_tokens_by_a_cache_are_those_of_transformers(cell: tuple[Any, ...]) -> None:
     on_ranks(2, cached, *cell, 2)
 
