@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Collection, Sequence
@@ -57,6 +58,7 @@ def perform(argv: Sequence[str] | None = None) -> int:
             way_out=f"nearest: {near[0]}" if near else "see `meshwright --help`",
         )
     args = parser_of([command]).parse_args(argv)
+    args.line = shlex.join(["meshwright", *argv])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     for name in ("output", "trace", "timeline", "export"):
         check_writable(f"--{name}", getattr(args, name, None))

@@ -209,6 +209,12 @@ class Callbacks:
         trainer.state = state
 
     @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        rows: int = self.trainer.result.plan.global_batch_size
+        return rows
+
+    @property
     def same_on_all(self) -> bool:
         """Whether only transformers' own are told, which ask the same on every rank."""
         from transformers import trainer_callback as own
@@ -240,6 +246,8 @@ class Callbacks:
                 way_out="set should_training_stop, or give a dataset of fewer rows",
             )
         asks = {ask for name, ask in ASKS.items() if getattr(control, name)}
+        for name in ASKS.keys() - {"should_training_stop"}:
+            setattr(control, name, False)  # asked for once, however many events are before it
         if event.name == "begin" and args.eval_on_start:
             asks.add("evaluate")
         return asks - ({"stop"} if state.global_step >= state.max_steps else set())
@@ -315,11 +323,20 @@ class Callbacks:
         """State that a resumed run goes on with; `stateful_callbacks` as transformers has them."""
         state = self.trainer.state
         kept = {name: getattr(state, name) for name in RESUMED}
-        return {**kept, "stateful_callbacks": new_state(self.trainer).stateful_callbacks}
+        callbacks = new_state(self.trainer).stateful_callbacks
+        return {**kept, "rows": self.rows, "stateful_callbacks": callbacks}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         from transformers import Trainer as Theirs
 
+        before = saved.get("rows", self.rows)
+        if before != self.rows and launch.rank() == 0:
+            log.warning(
+                "a step had %d rows and has %d now: steps, epochs and learning rates are no longer "
+                "those of the run that goes on; per_device_train_batch_size or "
+                "gradient_accumulation_steps of %g times theirs keep %d rows",
+                *(before, self.rows, before / self.rows, before),
+            )
         for name in (*RESUMED, "stateful_callbacks"):
             setattr(self.trainer.state, name, saved[name])
         restore: Callable[..., None] = Theirs._load_callback_state

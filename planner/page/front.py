@@ -409,7 +409,10 @@ def left_out(data: Row) -> list[dict[str, str]]:
     """Answers that this page hasn't: what each says, what it takes, the command that adds it."""
     module, named = _given(data)
     batch = data["plan"]["global_batch_size"]
-    plan = f"meshwright plan {module} --cluster {named} --batch {batch} --html plan.html"
+    plan = data.get("made", {}).get("command", "")
+    if not plan.startswith("meshwright plan "):  # which alone takes these flags
+        plan = f"meshwright plan {module} --cluster {named} --batch {batch}"
+    plan += " --html plan.html" * ("--html" not in plan)
     answers = {"sensitivity": SENSITIVITY, "rehearsal": REHEARSAL, "cost": COST}
     return [
         {"title": title, "about": about, "command": f"{plan} {flags}"}

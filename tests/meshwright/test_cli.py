@@ -4,6 +4,7 @@ what to stderr, which exit code."""
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -71,7 +72,9 @@ def test_json_and_pages_have_the_report(capsys: Captured) -> None:
     step_s = data["summary"]["step_time_s"]
     searched = Path("searched.html").read_text(encoding="utf-8")
     assert f'<data value="{step_s}">' in searched
-    made = {"module": FOUR[1], "cluster": FOUR[-1], **Plan.load("plan.json").made}
+    line = shlex.join(["meshwright", *FOUR, *files, "--json", "--sensitivity"])
+    named = {"module": FOUR[1], "cluster": FOUR[-1], "command": line}
+    made = {**named, **Plan.load("plan.json").made}
     assert data["made"] == made and {"model", "date", "torch"} < made.keys()
     assert f"run {FOUR[1]} --cluster {FOUR[-1]} " in searched and made["date"] in searched
     Path("report.json").write_text(out)

@@ -32,8 +32,9 @@ def parallelized(
 
 
 def named_report(args: argparse.Namespace, result: ParallelModel) -> Report:
-    """The report of a result, with the model and the cluster as the command line names them."""
-    given = {"module": args.model, "cluster": args.cluster}
+    """The report of a result, with the model and the cluster as the command line names them, and
+    that line."""
+    given = {"module": args.model, "cluster": args.cluster, "command": args.line}
     return replace(result.report, made={**result.report.made, **given})
 
 

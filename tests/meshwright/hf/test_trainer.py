@@ -17,6 +17,7 @@ from transformers import Trainer as Theirs
 
 from meshwright import MeshwrightError
 from meshwright.hf import Trainer
+from meshwright.hf.theirs import Callbacks
 from meshwright.hf.training_arguments import (
     TAKEN,
     WITHOUT_EFFECT,
@@ -118,6 +119,24 @@ def test_it_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
         ours(arguments(tmp_path / "parts", **saves)).train()
     resumed = ours(arguments(tmp_path / "parts", **saves), schedule=constant).train(True)
     assert resumed.global_step == whole.global_step == STEPS
+
+
+def test_a_save_beside_a_line_of_the_log_is_one(tmp_path: Path) -> None:
+    """A resumed run whose steps have other rows says so."""
+    every = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 2, "max_steps": 3}
+    ours(arguments(tmp_path, **every)).train()
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-00000002", "step-00000003"]  # the last one at the end
+
+
+def test_another_number_of_rows_is_said(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Callbacks(trainer, total=STEPS, epoch_steps=2, folder=None)
+    saved = watch.state_dict()
+    watch.load_state_dict(saved)
+    assert "a step had" not in caplog.text
+    watch.load_state_dict({**saved, "rows": 2 * watch.rows})
+    assert f"a step had {2 * watch.rows} rows and has {watch.rows} now" in caplog.text
+    assert "of 2 times theirs" in caplog.text
 
 
 def constant(optimizer: torch.optim.Optimizer) -> Any:

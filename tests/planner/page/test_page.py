@@ -265,6 +265,9 @@ def test_left_out_is_said_and_asked_for_is_shown(text: str, data: dict[str, Any]
     for flags in ("--sensitivity", "--rehearse", "--tokens 2e12 --price 2.5 --watts 700"):
         assert f"{command} {flags}" in text
     assert 'id="sensitivity"' not in text
+    line = "meshwright plan my:model --cluster local:2 --batch 16 --dp 2 --html d.html"
+    asked = render_page({**data, "made": {**data["made"], "command": line}})
+    assert f"{line} --sensitivity" in asked and "plan.html --sensitivity" not in asked
     rows = [
         {"property": "memory", "factor": 0.5, "plan": "dp8"},
         {"property": "FLOP/s", "factor": None, "plan": None},
