@@ -18,7 +18,7 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, free_links
 
 LENGTH, CLASSES, IGNORED = 8, 48, -100
@@ -205,6 +205,7 @@ def test_tokens_by_a_cache_are_those_of_transformers(cell: tuple[Any, ...]) -> N
     on_ranks(2, cached, *cell, 2)
 
 
+@second_tier("two ranks keep keys and values in the change tier")
 def test_one_device_keeps_keys_and_values_and_eager_attention_does_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -256,6 +256,7 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
             yield from ({k: v for k, v in row.items() if k != "note"} for row in dataset())
 
 
+@second_tier("streams are trained by data_loader in the change tier")
 def test_a_stream_is_trained_as_by_transformers(tmp_path: Path) -> None:
     found = []
     for base, more in ((Theirs, {}), (Trainer, {"cluster": host(1)})):

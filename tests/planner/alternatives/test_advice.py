@@ -18,6 +18,7 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, cluster, cut, gpt2, linears, problem_of
+from tests.helpers.tiers import second_tier
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,12 @@ def test_a_batch_that_does_not_divide_is_told_a_better_one(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("of", "on", "batch", "told"),
     [
-        (
+        pytest.param(
             lambda: gpt2(2, 320, 5, 50304, 64),
             cluster(7, bandwidth=3e9),
             256,
             ("batch 252: ", "6 of 7 devices of each node: "),
+            marks=second_tier("longer searches; advice on fewer nodes stays"),
         ),
         (
             lambda: linears(256, 4, 8, 64),

@@ -5,7 +5,6 @@ is chosen depends on neither, and no search has a time limit.
 """
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,25 @@ import pytest
 
 from scripts import record_plans as records
 from scripts.record_plans import RECORD, change, read, recorded, repriced
-from scripts.recording.cases import cases, small_cases
-from tests.helpers.tiers import second_tier
+from scripts.recording.cases import cases
+from tests.helpers.tiers import tiered
 
 ANEW = f"python -m scripts.record_plans record scripts/recording/{RECORD.name}"
-LARGE = [name for name, _ in cases() if name not in dict(small_cases())]
+FIRST = (
+    "small llama, zb_v", "small llama, too little memory", "small gpt2, local",
+    "small mixtral, ep 4",
+)  # fmt: skip
+MORE = "minutes of searches; a schedule, experts, what does not fit and processes stay"
 
 
-def agree(names: Iterable[str]) -> None:
-    """Each case is searched; where it chose otherwise, its plan of before is priced, too."""
-    of, record, said = dict(cases()), read(RECORD), []
-    for name in names:
-        before, (after, _) = record[name], recorded(name, of[name])
-        moved = before.get("plan") != after.get("plan") and "plan" in before
-        found = change(name, before, after, repriced(of[name], before) if moved else None)
-        said += [str(found)] * bool(found)
-    assert not said, "\n".join([*said, f"Where all of it is meant: {ANEW}"])
-
-
-def test_small_cases_are_as_recorded() -> None:
-    agree(dict(small_cases()))
-
-
-@second_tier("minutes of searches; the small cases stay, of schedules, experts and overrides too")
-@pytest.mark.parametrize("name", LARGE)
-def test_a_large_case_is_as_recorded(name: str) -> None:
-    agree([name])
+@pytest.mark.parametrize("name", tiered([name for name, _ in cases()], FIRST.__contains__, MORE))
+def test_a_case_is_as_recorded(name: str) -> None:
+    """It is searched; where it chose otherwise, its plan of before is priced, too."""
+    case, before = dict(cases())[name], read(RECORD)[name]
+    after, _ = recorded(name, case)
+    moved = before.get("plan") != after.get("plan") and "plan" in before
+    found = change(name, before, after, repriced(case, before) if moved else None)
+    assert not found, f"{found}\nWhere all of it is meant: {ANEW}"
 
 
 def test_every_case_is_recorded_and_nothing_else() -> None:
