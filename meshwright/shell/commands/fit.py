@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.planner.alternatives import with_sequences, with_ways_out
+from meshwright.planner.alternatives import Answers, with_sequences, with_ways_out
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import InfeasibleError, Relaxation, describe, sized
+from meshwright.planner.plan import InfeasibleError, Relaxation, describe, seconds, sized
 from meshwright.planner.report import sequence_length
 from meshwright.planner.search import Search, some_plan_fits
 from meshwright.shell import override_flags
@@ -25,7 +25,6 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 
 FITS, TIGHT, NOT = "fits", "tight", "does not fit"
 OTHERWISE = "anything that changes the model, the optimizer or the precision"
-SPARE = "`plan --memory-margin 0.05`: a plan that leaves more of each device free, perhaps slower"
 MOST = 2**12  # times the batch, or the sequence, at most
 FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 
@@ -103,23 +102,24 @@ class Fit:
 def fit(search: Search) -> Fit:
     """The largest batch and sequence that fit by prices of memory, and the plan for the batch as
     given."""
-    problem, best = search.problem, None
+    problem, found = search.problem, None
     length = sequence_length(problem)
     try:
-        best = search.run().best
+        found = search.run()
     except InfeasibleError as error:
         refused = with_ways_out(search, error)
     shared: dict[str, Any] = {
         "memory_bytes": float(problem.cluster.device.memory_bytes),
         "batch": search.global_batch_size,
-        "batch_at_once": _largest_batch(search, best is not None),
+        "batch_at_once": _largest_batch(search, found is not None),
         "sequence_now": length,
-        "sequence": _longest(search, length, best is not None) if length else None,
+        "sequence": _longest(search, length, found is not None) if length else None,
     }
-    if best is None:
+    if found is None:
         helps = tuple(map(str, refused.relaxations)) or (OTHERWISE,)
         relaxations = refused.relaxations
         return Fit(verdict=NOT, why=str(refused), helps=helps, relaxations=relaxations, **shared)
+    best = found.best
     prediction = best.evaluation.prediction
     verdict = prediction.memory_verdict(problem.cluster)
     return Fit(
@@ -128,9 +128,19 @@ def fit(search: Search) -> Fit:
         plan=describe(best.plan),
         peak_bytes=prediction.fullest_bytes,
         interval_bytes=prediction.memory_interval_bytes,
-        helps=() if verdict == FITS else (SPARE,),
+        helps=() if verdict == FITS else (_surer(Answers(search=search, result=found)),),
         **shared,
     )
+
+
+def _surer(answers: Answers) -> str:
+    """The plan that surely fits, and the margin that chooses it."""
+    row = answers.surely_fits()
+    margin = f"`--memory-margin {row['memory_margin']:g}`"
+    if row["plan"] is None:
+        return f"more devices, or a smaller batch: no plan surely fits (with {margin})"
+    step, likely = seconds(row["step_time_s"]), row["memory_probability"]
+    return f"{margin}: {row['plan']}; {step} a step, fits: {likely:.0%}"
 
 
 def _largest(fits: Callable[[float], bool]) -> float:

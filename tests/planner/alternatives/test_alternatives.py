@@ -21,6 +21,7 @@ from meshwright.planner.report import sensitivity_parts
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE
 from meshwright.profiles.cluster import Cluster
+from meshwright.shell.commands.fit import fit
 from tests.helpers.enumeration import SERIAL, limited
 from tests.helpers.planning import Traced, cluster, large_gpt2, linears, problem_of
 from tests.helpers.tiers import tiered
@@ -199,6 +200,8 @@ def test_where_the_chosen_plan_may_not_fit_one_that_surely_does_is_told() -> Non
     again = search.like(memory_margin=row["memory_margin"]).run().best
     assert describe(again.plan) == row["plan"]
     assert again.step_time_s == row["step_time_s"] > best.step_time_s
+    (said,) = fit(search).helps
+    assert row["plan"] in said and f"--memory-margin {row['memory_margin']:g}`" in said
     forced = {"tp": 4, "num_microbatches": 1, "forbid": ["offload", "recompute"]}
     assert filled(0.97, **forced).surely_fits()["plan"] is None
 
