@@ -9,6 +9,7 @@ import pytest
 from scripts import build_docs
 from scripts.site import links
 from tests.helpers.launching import ROOT
+from tests.helpers.source_files import PRODUCT, files_in
 from tests.helpers.tiers import second_tier
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -28,6 +29,13 @@ def test_named_files_exist(document: Path) -> None:
         assert path.exists() or GENERATED.search(str(path.relative_to(ROOT))), name
     modules = set(re.findall(r"python -m (scripts[.\w]+)", text))
     assert not [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
+
+
+def test_documents_named_in_the_code_exist() -> None:
+    """In messages and docstrings."""
+    for file in files_in(*PRODUCT):
+        named = re.findall(r"docs/[\w/]+\.md", file.text)
+        assert not [name for name in named if not (ROOT / name).exists()], file.path
 
 
 def test_the_readme_is_a_page() -> None:

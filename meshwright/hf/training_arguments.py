@@ -25,7 +25,7 @@ class TrainerError(MeshwrightError):
 
     CODE = "MW307"
     PLACE = "Trainer, or its TrainingArguments"
-    LEGAL = "what docs/training.md says the Trainer takes, others at their defaults"
+    LEGAL = "what docs/reference/fit.md says the Trainer takes, others at their defaults"
     WAY_OUT = "leave it out, or call auto_parallelize and fit"
 
 

@@ -33,7 +33,7 @@ class FitError(MeshwrightError):
 
     CODE = "MW306"
     PLACE = "fit"
-    LEGAL = "arguments as docs/training.md has them, and a folder for each run"
+    LEGAL = "arguments as docs/reference/fit.md has them, and a folder for each run"
     WAY_OUT = "correct the argument, or leave it out"
 
 

@@ -108,7 +108,7 @@ class ClusterError(MeshwrightError):
 
     CODE = "MW112"
     PLACE = "a cluster file, or a Cluster"
-    LEGAL = "keys and units of docs/clusters.md, and as many devices as there are"
+    LEGAL = "keys and units of docs/reference/cluster_file.md, and as many devices as there are"
     WAY_OUT = "correct it; `meshwright cluster init` begins a file"
 
 
