@@ -148,14 +148,34 @@ TORCHTITAN = replace(
 )
 # DeepSpeed with Megatron's kernels, ZeRO-3 as of 2021: a parameter at a time, not overlapped.
 # deepspeed/runtime/pipe/engine.py asserts ZeRO stage < 2; its TrainSchedule is 1F1B
-DEEPSPEED = replace(
+DEEPSPEED_2021 = replace(
     MEGATRON_LM,
-    name="deepspeed",
+    name="deepspeed-2021",
     gathered_unit="parameter",
     zero_bandwidth=ZERO_3_BANDWIDTH,
     excludes=("cp", "gpipe", "interleaved_1f1b", "dp_shard", *_ZERO_BUBBLE, *_USUAL),
     zeros_with_pipeline=(0, 1),
 )
+# DeepSpeed of today (0.9 on) under the modules of Hugging Face: ZeRO's collectives beside the
+# passes (`overlap_comm`), a bucket at a time in stages 1 and 2, by module in stage 3, among all
+# ranks (MiCS was removed in 0.19); hpZ and quantised collectives (ZeRO++), Ulysses. AutoTP goes
+# with stages 0 to 2 (runtime/tensor_parallel), a pipeline with 0 and 1 (runtime/pipe/engine.py)
+DEEPSPEED = Target(
+    name="deepspeed",
+    unit="bucket",
+    gathered_unit="block",
+    gradient_bytes=2,
+    bucket_copies=0,
+    host_scale=MODULE_HOST,
+    overlap_gradients=True,
+    overlap_parameters=True,
+    excludes=(
+        "dp_shard", "gpipe", "eager_1f1b", "interleaved_1f1b", "unequal_meshes", *_ZERO_BUBBLE,
+        *_TWO_COPIES,
+    ),
+    zeros_with_tensor=(0, 1, 2),
+    zeros_with_pipeline=(0, 1),
+)  # fmt: skip
 # Alpa on XLA: stages of any meshes under GPipe or 1F1B; its published peaks under ZeRO, on 2, 4 and
 # 8 ranks, and what ran out of memory there, have all gradients (docs/archive/measurements.md)
 ALPA = Target(
@@ -174,8 +194,8 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.name: target
         for target in (
-            EAGER, COMPILED, MEGATRON, MEGATRON_MOE, MEGATRON_DEEPEP, MEGATRON_LM, DEEPSPEED, FSDP,
-            FSDP_COMPILED, TORCHTITAN, ALPA,
+            EAGER, COMPILED, MEGATRON, MEGATRON_MOE, MEGATRON_DEEPEP, MEGATRON_LM, DEEPSPEED,
+            DEEPSPEED_2021, FSDP,            FSDP_COMPILED, TORCHTITAN, ALPA,
         )
     }
 )  # fmt: skip

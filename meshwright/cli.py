@@ -33,6 +33,8 @@ COMMANDS = MappingProxyType(
         "rehearse": "run a plan's steps for ranks that are not there",
         "profile": "measure this machine for the plans of a model",
         "convert": "a checkpoint to files that transformers loads, or back",
+        "price": "a configuration of another software: its plan's price, and ours beside it",
+        "export": "a plan as a configuration of another software",
         "diff": "what differs between two plans, or reports: exit 0 or 4",
         "explain": "why operators are split as they are on the tensor axis",
         "compare": "plan for several clusters, and choose one",

@@ -43,6 +43,7 @@ from meshwright.cli import perform
 from meshwright.costmodel.sharding import Placement
 from meshwright.executor.ranks import joining
 from meshwright.hf import Trainer
+from meshwright.planner.frameworks import read_configuration
 from meshwright.planner.intra_op import solvers
 from meshwright.planner.operators import Operand, Program
 from meshwright.profiles.inputs import MeshwrightError
@@ -72,7 +73,10 @@ ENTRY = """
 | way out | {way_out} |
 """
 # modules that define errors; the others are imported by these
-DEFINING = ("meshwright.planner.tracing.leaves.probe", "meshwright.executor.errors")
+DEFINING = (
+    "meshwright.planner.tracing.leaves.probe", "meshwright.executor.errors",
+    "meshwright.planner.frameworks", "meshwright.shell.commands.export",
+)  # fmt: skip
 
 
 class Net(nn.Module):
@@ -126,6 +130,12 @@ def planned(model: nn.Module | None = None, **given: Any) -> ParallelModel:
     }
     cluster = keywords.pop("cluster", None) or ONE
     return auto_parallelize(model or Net(), cluster, **keywords)
+
+
+def lossy() -> None:
+    """A plan that another software can't say, and no model to price it again."""
+    planned(overrides=Overrides(recompute="pointwise")).plan.save("plan.json")
+    perform(["export", "plan.json", "--to", "torchtitan"])
 
 
 def summed(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -244,6 +254,9 @@ EXAMPLES: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "MW112": lambda: Cluster.load(
             file("mine.toml", 'base = "dgx-h100"\n[inter_link]\nbandwidth = 25\n')
         ),
+        "MW113": lambda: read_configuration(
+            file("ds_config.json", '{"train_batch_size": 8, "zero_optimization": {"stge": 3}}'), 8
+        ),
         "MW121": lambda: perform(
             ["profile", "--cluster", "dgx-h100", "--import", file("mine.csv", "collective,ranks\n")]
         ),
@@ -260,6 +273,7 @@ EXAMPLES: Mapping[str, Callable[[], Any]] = MappingProxyType(
         ),
         "MW209": lambda: planned(plan=file("plan.json", '{"format": 99}')),
         "MW210": too_large,
+        "MW212": lossy,
         "MW211": no_solver,
         "MW301": lambda: planned(Net().to("meta")).train_step(BATCH),
         "MW302": lambda: rank("4"),

@@ -278,6 +278,14 @@ class Plan:
             raise PlanError.of(error, "plan file") from None
         return _plan(data, str(path))
 
+    @staticmethod
+    def from_config(path: str | Path, model: Any, cluster: Any, **arguments: Any) -> Plan:
+        """The plan that a configuration of another software means for a model on a cluster, as
+        `meshwright.configurations.configured` finds it, whose arguments these are."""
+        from meshwright.configurations import plan_from  # the front, which traces and searches
+
+        return plan_from(path, model, cluster, **arguments)
+
     def to_json(self) -> str:
         """The plan as text: blocks and ranks as ranges, shardings sorted, one mesh a line."""
         return self._text({})

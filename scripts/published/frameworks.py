@@ -123,7 +123,7 @@ _NEMO_LAUNCHER = replace(
 )
 _ZERO_3 = replace(
     _MEGATRON,
-    target=targets.DEEPSPEED,
+    target=targets.DEEPSPEED_2021,
     assumptions=(
         *_MEGATRON.assumptions[:1],
         "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the bandwidth",
@@ -156,19 +156,10 @@ _AUTOMODEL = replace(
     ),
     assumptions=("fused attention and norms", *_FSDP.assumptions[1:]),
 )
-# DeepSpeed of today (0.9 on): ZeRO's collectives beside the passes (`overlap_comm`), a bucket at a
-# time in stages 1 and 2, its parameters by module in stage 3, under the kernels of Hugging Face
+# DeepSpeed of today, under the kernels of Hugging Face
 _DEEPSPEED = replace(
     _HF,
-    target=replace(
-        _HF.target,
-        name="deepspeed-hf",
-        unit="bucket",
-        gathered_unit="block",
-        gradient_bytes=2,
-        overlap_gradients=True,
-        overlap_parameters=True,
-    ),
+    target=targets.DEEPSPEED,
     attention="fused",
     dropout=0.0,
     assumptions=("eager kernels, fused attention, ZeRO's collectives overlapped, no dropout",),

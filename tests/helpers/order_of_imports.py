@@ -35,6 +35,7 @@ planner.inter_op
 planner.pricing
 planner.stages
 planner.overrides planner.page
+planner.frameworks
 planner.report
 planner.drafts
 planner.bounds

@@ -142,15 +142,21 @@ class Difference:
 
 def between(first: str | Path, second: str | Path) -> Difference:
     """The difference of two files, plans or reports. Raises `PlanError` for what is neither."""
-    (plan_a, report_a), (plan_b, report_b) = both = _read(first), _read(second)
+    a, b = _read(first), _read(second)
     with no_report(first, second):
-        models = () if plan_a.model == plan_b.model else _models(*both)
-        changes, prices = [*models, *_changes(plan_a, plan_b)], None
-        if report_a is not None and report_b is not None:
-            changes += _setups(report_a, report_b)
-            prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
-        a, b = (plan.made if report is None else report.get("made", {}) for plan, report in both)
-    return Difference(changes=tuple(changes), prices=prices, made=(a, b))
+        return difference(a, b)
+
+
+def difference(a: tuple[Plan, Row | None], b: tuple[Plan, Row | None]) -> Difference:
+    """The difference of two plans, with their reports where they have them."""
+    (plan_a, report_a), (plan_b, report_b) = both = a, b
+    models = () if plan_a.model == plan_b.model else _models(*both)
+    changes, prices = [*models, *_changes(plan_a, plan_b)], None
+    if report_a is not None and report_b is not None:
+        changes += _setups(report_a, report_b)
+        prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
+    made = [plan.made if report is None else report.get("made", {}) for plan, report in both]
+    return Difference(changes=tuple(changes), prices=prices, made=(made[0], made[1]))
 
 
 def _read(path: str | Path) -> tuple[Plan, Row | None]:

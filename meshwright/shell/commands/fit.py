@@ -17,7 +17,7 @@ from meshwright.planner.search import Search, some_plan_fits
 from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import searching
-from meshwright.shell.named import cluster_named
+from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.progress import progress_shown
 from meshwright.shell.terminal import Answer
 
@@ -30,7 +30,7 @@ FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_model(parser)
+    flags.add_model(parser, source=True)
     parser.add_argument("--plan", help="plan file: whether a plan with its decisions fits")
     flags.add_search(parser)
     override_flags.add_arguments(parser)
@@ -39,8 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     with progress_shown():
         overrides = override_flags.overrides_of(args)
+        _check(args)
         answer = fit(searching(args, cluster_named(args.cluster), overrides))
     return Answer(data=answer.as_dict, text=lambda: str(answer), code=2 * (answer.verdict == NOT))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.source and args.plan:
+        raise CommandError("decides all", place="--from beside --plan", legal="one of them")
+    if args.global_batch_size is None and not args.source:
+        raise CommandError("is missing", place="--batch", legal="rows per optimizer step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

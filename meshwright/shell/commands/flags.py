@@ -19,9 +19,14 @@ def positive(text: str) -> int:
 
 
 def add_model(
-    parser: argparse.ArgumentParser, *, optional: bool = False, several: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    optional: bool = False,
+    several: bool = False,
+    source: bool = False,
 ) -> None:
-    """`optional` where a command does something without a model, `several` clusters."""
+    """`optional` where a command does something without a model, `several` clusters, `source` where
+    a configuration of another software may say the rest."""
     parser.add_argument(
         "model",
         nargs="?" if optional else None,
@@ -38,12 +43,20 @@ def add_model(
         dest="global_batch_size",
         type=int,
         metavar="BATCH",
-        required=not optional,
+        required=not (optional or source),
         help="global batch size, rows per optimizer step",
     )
     parser.add_argument(
         "--precision", help=f"{', '.join(PRECISIONS)} (default: fp32 on CPUs, else bf16)"
     )
+    if source:
+        parser.add_argument(
+            "--from",
+            dest="source",
+            metavar="FILE",
+            help="configuration of DeepSpeed, accelerate, transformers (TrainingArguments as "
+            "JSON), torchtitan, Megatron-LM (a file of flags) or Megatron-Bridge",
+        )
     if not optional:
         add_prices(parser)
 

@@ -24,7 +24,7 @@ def parallelized(
     from meshwright.api import auto_parallelize
 
     cluster = cluster or cluster_named(args.cluster)  # before the model, which may take long
-    model, arguments = _arguments(args)
+    model, arguments = arguments_of(args)
     plan = getattr(args, "plan", None)
     with progress_shown():
         result = auto_parallelize(model, cluster, plan=plan, **arguments, **more)
@@ -47,7 +47,12 @@ def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) 
     from meshwright.planner.overrides import plan_overrides
     from meshwright.planner.plan import Plan, graph_for
 
-    model, arguments = _arguments(args)
+    model, arguments = arguments_of(args)
+    if args.source:
+        from meshwright.configurations import question_of
+
+        _, question = question_of(args.source, model, cluster, overrides.given(), **arguments)
+        return with_a_plan(search_of(question.problem, question.request))
     check_types(model=model, cluster=cluster, overrides=overrides, plan=args.plan)
     question = asked(model, cluster, Arguments(overrides=overrides, **arguments))
     request = question.request
@@ -59,7 +64,7 @@ def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) 
     return with_a_plan(search_of(question.problem, request))
 
 
-def _arguments(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def arguments_of(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model, and the arguments of `auto_parallelize` that flags give."""
     from meshwright.api import Arguments
 

@@ -1,0 +1,162 @@
+"""`meshwright export`: a plan as a configuration of another software, and what is lost in it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.planner.frameworks import FORMATS, Exported, Lost, exported
+from meshwright.planner.plan import InfeasibleError, Plan, describe, seconds, slower
+from meshwright.profiles.inputs import MeshwrightError, write_text
+from meshwright.shell.commands import flags
+from meshwright.shell.commands.parallelized import arguments_of
+from meshwright.shell.named import cluster_named
+from meshwright.shell.progress import progress_shown
+from meshwright.shell.terminal import Answer
+
+if TYPE_CHECKING:
+    from meshwright.planner.pricing import Prediction
+
+LIST = "export.txt"
+
+
+class LossError(MeshwrightError):
+    """A plan that another software can't say as it is, where that may change whether it fits."""
+
+    CODE = "MW212"
+    PLACE = "a plan for another software"
+    LEGAL = "plans that it can say, or whose rounding fits"
+    WAY_OUT = "plan for it (--target), or consent by --lossy"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan file")
+    flags.add_model(parser, optional=True)
+    flags.add_prices(parser)
+    parser.add_argument("--to", choices=tuple(FORMATS), required=True, help="the software")
+    parser.add_argument("-o", "--folder", default=".", help="folder to write to (default .)")
+    parser.add_argument(
+        "--lossy", action="store_true", help="write it, whatever is lost and whether it fits or not"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Files of an export; what is lost, and what the user's script says; seconds of a step as
+    planned and as written, by the price of the software, and whether it fits, where a model was
+    given."""
+
+    format: str
+    version: str
+    files: tuple[str, ...]
+    lost: tuple[Lost, ...]
+    script: tuple[str, ...]
+    step_time_s: float | None = None
+    written_step_time_s: float | None = None
+    written: str = ""
+    fits: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{', '.join(self.files)}: for {self.format} {self.version}"]
+        if self.script:
+            lines += ["Your script says", *(f"  - {each}" for each in self.script)]
+        if self.lost:
+            lines += ["It can't say", *(f"  - {each}" for each in self.lost)]
+        if self.written_step_time_s is not None:
+            said = f"As written: {self.written}; {seconds(self.written_step_time_s)} a step"
+            if self.step_time_s is not None:
+                more = slower(self.written_step_time_s / self.step_time_s - 1)
+                said += f" ({more}; as planned {seconds(self.step_time_s)})"
+            lines.append(f"{said}, {self.fits}.")
+        else:
+            lines.append(
+                "Not priced again: name the model, its --cluster and its --batch for that."
+            )
+        return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> Answer:
+    plan, kind = Plan.load(args.plan), FORMATS[args.to]
+    made = exported(plan, kind, optimizer=args.optimizer)
+    if args.model is None:
+        check_lost(made.lost, args.lossy)
+        planned = written = None
+    else:
+        planned, written = _priced(args, plan, made)
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    answer = Written(
+        format=kind.name,
+        version=kind.version,
+        files=(str(folder / made.file), str(folder / LIST)),
+        lost=made.lost,
+        script=made.script,
+        **_prices(planned, written),
+    )
+    write_text(folder / made.file, made.text, "--folder")
+    write_text(folder / LIST, f"{answer}\n", "--folder")
+    return Answer(data=answer.as_dict, text=lambda: str(answer))
+
+
+def check_lost(lost: Sequence[Lost], lossy: bool) -> None:
+    """Raise where something is lost that memory depends on, which no model shows to fit."""
+    of_memory = [each for each in lost if each.what != "shardings"]
+    if of_memory and not lossy:
+        raise LossError(
+            f"can't be said: {'; '.join(map(str, of_memory))}",
+            legal="with the model, by whose prices it is seen whether it fits",
+            way_out="name the model, its --cluster and --batch, or consent by --lossy",
+        )
+
+
+def _priced(
+    args: argparse.Namespace, plan: Plan, made: Exported
+) -> tuple[tuple[str, Prediction, str] | None, tuple[str, Prediction, str] | None]:
+    """The plan as planned, where the software can run it, and as written. Raises `LossError` where
+    the one fits and the other doesn't."""
+    from meshwright.api import auto_parallelize
+    from meshwright.configurations import configured
+
+    args.global_batch_size = args.global_batch_size or plan.global_batch_size
+    cluster = cluster_named(args.cluster)
+    model, arguments = arguments_of(args)
+    planned = None
+    with progress_shown():
+        try:
+            given = {**arguments, "precision": plan.precision, "target": made.configuration.target}
+            ours = auto_parallelize(model, cluster, plan=plan, **given)
+            planned = (describe(ours.plan), ours.prediction, ours.report.summary["memory_verdict"])
+        except MeshwrightError as error:
+            if isinstance(error, InfeasibleError):
+                raise
+        try:
+            more = {k: v for k, v in arguments.items() if k not in ("target", "precision")}
+            result = configured(made.configuration, model, cluster, **more).result
+        except InfeasibleError as error:
+            if not args.lossy:
+                raise LossError(
+                    f"does not fit as {made.format} can say it: {error}", place=args.plan
+                ) from error
+            return planned, None
+    verdict = result.report.summary["memory_verdict"]
+    return planned, (describe(result.plan), result.prediction, verdict)
+
+
+def _prices(
+    planned: tuple[str, Prediction, str] | None, written: tuple[str, Prediction, str] | None
+) -> dict[str, Any]:
+    prices: dict[str, Any] = {}
+    if planned is not None:
+        prices["step_time_s"] = planned[1].step_time_s
+    if written is not None:
+        text, prediction, verdict = written
+        prices |= {
+            "written": text, "written_step_time_s": prediction.step_time_s, "fits": verdict,
+        }  # fmt: skip
+    return prices

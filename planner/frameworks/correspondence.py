@@ -1,0 +1,154 @@
+"""Correspondences between the keys of another software's configuration and decisions, read both
+ways."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+
+Values = Mapping[str, Any]  # by the name of a decision, or of `RUN`
+Found = Mapping[str, Any]  # what a file says, by key
+
+# values of a run beside its decisions: what a step takes, numbers, whose states and steps, whether
+# blocks are compiled, the layers of each stage, one less of the input's or output's
+RUN = (
+    "global_batch_size", "precision", "optimizer", "compiled", "layers", "replicas", "shards",
+    "layer_class", "devices", "instances",
+)  # fmt: skip
+
+
+class ConfigurationError(MeshwrightError):
+    """A configuration of another software that says no plan."""
+
+    CODE = "MW113"
+    PLACE = "a configuration"
+    LEGAL = "keys and values that the software's documentation has"
+    WAY_OUT = "correct the file, or give flags in place of it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correspondence:
+    """Keys of a format that say values of `names`: `read` takes what a file says of the keys, with
+    what is `left_out` in it as the software takes that, and gives values; `write` gives keys."""
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    read: Callable[[Found], Values]
+    write: Callable[[Values], Found]
+    left_out: Found = field(default_factory=dict)
+
+
+def said(key: str, name: str, *, left_out: Any = None) -> Correspondence:
+    """A key that has a decision's own value."""
+    return table(key, name, {}, left_out=left_out)
+
+
+def table(
+    key: str, name: str, values: Mapping[Any, Any], *, left_out: Any = None
+) -> Correspondence:
+    """A key whose `values` stand for a decision's; without any it has the decision's own. Of
+    several for one of ours the first is written."""
+    back: dict[Any, Any] = {}
+    for theirs, ours in values.items():
+        back.setdefault(ours, theirs)
+
+    def read(found: Found) -> Values:
+        value = found.get(key, left_out)
+        if value is None:
+            return {}
+        if values and (isinstance(value, list | dict) or value not in values):
+            raise ConfigurationError.refused(key, value, legal=values)
+        return {name: values[value] if values else value}
+
+    def write(ours: Values) -> Found:
+        value = ours.get(name)
+        if value is None or (values and value not in back):
+            return {}
+        return {key: back[value] if values else value}
+
+    given = {} if left_out is None else {key: left_out}
+    return Correspondence(keys=(key,), names=(name,), read=read, write=write, left_out=given)
+
+
+def fixed(values: Found) -> Correspondence:
+    """Keys that are written as they are, and say nothing when they are read."""
+    return Correspondence(
+        keys=tuple(values), names=(), read=lambda _: {}, write=lambda _: dict(values)
+    )
+
+
+@functools.cache
+def idle_keys(name: str) -> frozenset[str]:
+    """Names of a software's options, most of which have no bearing on a plan (`keys.json`)."""
+    tree = read_json(Path(__file__).with_name("keys.json"))
+    return frozenset(tree[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """The configuration of a software: `version`, of whose keys the `table` is; `idle` are those
+    without a bearing on a plan, and `idle_below` those of which nothing below has one. `parse`
+    makes a file's text into keys with values, `render` text of them. `recognises` a file's keys.
+    `target` gives the name of the software model for values; `file` is what such a file is called.
+
+    `by_script`: decisions that no key says, but the user's script, with the way in which it does.
+    """
+
+    name: str
+    version: str
+    file: str
+    table: tuple[Correspondence, ...]
+    idle: Collection[str]
+    idle_below: tuple[str, ...] = ()
+    parse: Callable[[str, str], dict[str, Any]]
+    render: Callable[[Found], str]
+    recognises: Callable[[Found], bool]
+    target: Callable[[Values], str]
+    by_script: Found = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Decisions and values of a run that it can say."""
+        return {name for each in self.table for name in each.names}
+
+    def is_idle(self, key: str) -> bool:
+        below = tuple(f"{name}." for name in self.idle_below)
+        return key in (*self.idle, *self.idle_below) or key.startswith(below)
+
+    def read(self, found: Found) -> dict[str, Any]:
+        """The values that keys say. Raises `ConfigurationError` for one that is not known."""
+        known = {key for each in self.table for key in each.keys}
+        unknown = [key for key in found if key not in known and not self.is_idle(key)]
+        if unknown:
+            raise self.unknown(unknown, known)
+        values: dict[str, Any] = {}
+        for each in self.table:
+            values |= each.read({**each.left_out, **{k: found[k] for k in each.keys if k in found}})
+        return values
+
+    def unknown(self, keys: list[str], known: Collection[str]) -> ConfigurationError:
+        near = {key: difflib.get_close_matches(key, [*known, *self.idle], n=1) for key in keys}
+        meant = ", ".join(
+            f"{shown(key)} may be {found[0]!r}" for key, found in near.items() if found
+        )
+        names = ", ".join(map(shown, keys))
+        return ConfigurationError(
+            f"has {names}, which {self.name} {self.version} has not",
+            place=f"{self.name} configuration",
+            legal=f"keys of {self.name} {self.version}",
+            way_out=meant or "leave them out",
+        )
+
+    def write(self, values: Values) -> tuple[str, dict[str, Any]]:
+        """A file's text, and its keys."""
+        found: dict[str, Any] = {}
+        for each in self.table:
+            found |= each.write(values)
+        stamp = "" if self.file.endswith(".json") else f"# {self.name} {self.version}\n"
+        return stamp + self.render(found), found

@@ -1,0 +1,386 @@
+"""accelerate's YAML (1.15.0: `commands/config/config_args.py`, `commands/launch.py`,
+`parallelism_config.py`) and transformers' `TrainingArguments` as JSON (5.23)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from meshwright.planner.frameworks.correspondence import (
+    ConfigurationError,
+    Correspondence,
+    Format,
+    Found,
+    Values,
+    fixed,
+    idle_keys,
+    said,
+    table,
+)
+from meshwright.planner.frameworks.texts import parse_tree, parse_yaml, render_json, render_yaml
+
+KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3,
+              "HYBRID_SHARD_ZERO2": 2, "1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # fmt: skip
+FSDP = "fsdp_config."
+PARALLEL = "parallelism_config.parallelism_config_"
+DEEPSPEED = "deepspeed_config."
+PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+
+def _kind(found: Found) -> str:
+    kind = found["distributed_type"]
+    if kind not in KINDS:
+        raise ConfigurationError.refused("distributed_type", kind, legal=KINDS)
+    if kind == "MEGATRON_LM":
+        raise ConfigurationError.refused(
+            "distributed_type", kind, legal=KINDS[:-1],
+            way_out="give the flags of Megatron-LM themselves (megatron.args)",
+        )  # fmt: skip
+    return str(kind)
+
+
+def _zero(found: Found) -> Values:
+    """ZeRO's stage: of `fully_shard`, by whether it reshards; of FSDP1, by its strategy."""
+    kind = _kind(found)
+    if kind == "DEEPSPEED":
+        if file := found.get(f"{DEEPSPEED}deepspeed_config_file"):
+            raise ConfigurationError.refused(
+                f"{DEEPSPEED}deepspeed_config_file", file, legal="keys of its own",
+                way_out="give that file itself",
+            )  # fmt: skip
+        return {"zero": found.get(f"{DEEPSPEED}zero_stage", 2)}
+    if kind != "FSDP":
+        return {"zero": 0}
+    again = found.get(f"{FSDP}fsdp_reshard_after_forward", True)
+    if found.get(f"{FSDP}fsdp_version", 1) == 1:
+        name = str(
+            found.get(
+                f"{FSDP}fsdp_sharding_strategy", again if isinstance(again, str) else "FULL_SHARD"
+            )
+        )
+        if name not in STRATEGIES:
+            raise ConfigurationError.refused(
+                f"{FSDP}fsdp_sharding_strategy", name, legal=STRATEGIES
+            )
+        return {"zero": STRATEGIES[name]}
+    if again not in (True, False, "true", "false"):
+        raise ConfigurationError.refused(
+            f"{FSDP}fsdp_reshard_after_forward", again, legal=(True, False)
+        )
+    return {"zero": 3 if again in (True, "true") else 2}
+
+
+def _say_zero(values: Values) -> Found:
+    zero = values.get("zero", 0)
+    if not zero:
+        return {"distributed_type": "MULTI_GPU"}
+    return {
+        "distributed_type": "FSDP",
+        f"{FSDP}fsdp_version": 2,
+        f"{FSDP}fsdp_reshard_after_forward": zero == 3,
+        f"{FSDP}fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        f"{FSDP}fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _axes(found: Found, prefix: str) -> Values:
+    """Degrees, and how attention runs where the sequence is split."""
+    sizes = {
+        name: found.get(f"{prefix}{name}_size")
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    if (sizes["cp"] or 1) > 1 and (sizes["sp"] or 1) > 1:
+        raise ConfigurationError.refused(f"{prefix}sp_size", sizes["sp"], legal="1 beside cp_size")
+    values: dict[str, Any] = {"tp": sizes["tp"] or 1}
+    if (sizes["sp"] or 1) > 1:
+        values |= {"cp": sizes["sp"], "cp_kind": "ulysses"}
+    elif (sizes["cp"] or 1) > 1:
+        ring = str(found.get(f"{prefix}cp_comm_strategy", "allgather")) == "alltoall"
+        values |= {"cp": sizes["cp"], "cp_kind": "ring" if ring else "all_gather"}
+    for name, key in (("replicas", "dp_replicate"), ("shards", "dp_shard")):
+        if sizes[key] is not None:
+            values[name] = sizes[key]
+    return values
+
+
+def _say_axes(values: Values, prefix: str) -> Found:
+    tp, cp, dp = (values.get(name) or 1 for name in ("tp", "cp", "dp"))
+    shard = (values.get("dp_shard") or dp * cp) // cp if values.get("zero") else 1
+    found: dict[str, Any] = {
+        f"{prefix}dp_replicate_size": dp // shard,
+        f"{prefix}dp_shard_size": shard,
+    }
+    found[f"{prefix}tp_size"] = tp
+    if cp > 1 and values.get("cp_kind") == "ulysses":
+        found |= {f"{prefix}sp_size": cp, f"{prefix}sp_backend": "deepspeed"}
+    elif cp > 1:
+        ring = values.get("cp_kind") == "ring"
+        found |= {
+            f"{prefix}cp_size": cp,
+            f"{prefix}cp_comm_strategy": "alltoall" if ring else "allgather",
+        }
+    return found
+
+
+AXES = ("replicas", "shards", "dp", "dp_shard", "tp", "cp", "cp_kind")
+SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "cp_comm_strategy")
+
+
+def _offload(found: Found) -> Values:
+    params = found.get(f"{FSDP}fsdp_offload_params") in (True, "true")
+    states = found.get(f"{DEEPSPEED}offload_optimizer_device", "none")
+    if states == "nvme":
+        return {"offload": {"optimizer": 1.0, "nvme": 1.0}}
+    return {"offload": {"optimizer": 1.0}} if params or states == "cpu" else {}
+
+
+def _all_of(values: Values, name: str) -> bool:
+    return bool((values.get(name) or {}).get("optimizer") == 1)
+
+
+def _checkpointing(found: Found, key: str) -> Values:
+    return {"recompute": "full" if found.get(key) in (True, "true") else "none"}
+
+
+def _target(values: Values) -> str:
+    """Host offload is priced as `train_step`'s; tensor and context axes are torchtitan's."""
+    if values.get("offload"):
+        return "eager"
+    if any((values.get(axis) or 1) > 1 for axis in ("tp", "cp", "pp", "ep")):
+        return "torchtitan"
+    return "fsdp-compiled" if values.get("compiled") else "fsdp"
+
+
+ACCELERATE = Format(
+    name="accelerate",
+    version="1.15.0",
+    file="accelerate.yaml",
+    table=(
+        Correspondence(
+            keys=(
+                "distributed_type",
+                f"{FSDP}fsdp_version",
+                f"{FSDP}fsdp_reshard_after_forward",
+                f"{FSDP}fsdp_sharding_strategy",
+                f"{DEEPSPEED}zero_stage",
+                f"{DEEPSPEED}deepspeed_config_file",
+                f"{FSDP}fsdp_auto_wrap_policy",
+                f"{FSDP}fsdp_state_dict_type",
+            ),
+            names=("zero",),
+            read=_zero,
+            write=_say_zero,
+            left_out={"distributed_type": "NO"},
+        ),
+        Correspondence(
+            keys=tuple(f"{PARALLEL}{name}" for name in (*SIZES, "sp_backend", "cp_backend")),
+            names=AXES,
+            read=partial(_axes, prefix=PARALLEL),
+            write=partial(_say_axes, prefix=PARALLEL),
+        ),
+        said("num_processes", "devices"),
+        table("mixed_precision", "precision", PRECISIONS, left_out="no"),
+        Correspondence(
+            keys=(f"{DEEPSPEED}gradient_accumulation_steps",),
+            names=(),
+            read=lambda found: {"num_microbatches": next(iter(found.values()))} if found else {},
+            write=lambda values: {},  # of FSDP a script says it
+        ),
+        Correspondence(
+            keys=(f"{FSDP}fsdp_activation_checkpointing",),
+            names=("recompute",),
+            read=partial(_checkpointing, key=f"{FSDP}fsdp_activation_checkpointing"),
+            write=lambda v: (
+                {f"{FSDP}fsdp_activation_checkpointing": True}
+                if v.get("recompute") == "full" and v.get("zero")
+                else {}
+            ),
+        ),
+        Correspondence(
+            keys=(
+                f"{FSDP}fsdp_offload_params",
+                f"{DEEPSPEED}offload_optimizer_device",
+                f"{DEEPSPEED}offload_param_device",
+            ),
+            names=("offload",),
+            read=_offload,
+            write=lambda v: {f"{FSDP}fsdp_offload_params": True} if _all_of(v, "offload") else {},
+        ),
+        said(f"{FSDP}fsdp_transformer_layer_cls_to_wrap", "layer_class"),
+        fixed({"compute_environment": "LOCAL_MACHINE"}),
+    ),
+    idle=frozenset(
+        {
+            "command_file",
+            "commands",
+            "debug",
+            "downcast_bf16",
+            "enable_cpu_affinity",
+            "gpu_ids",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "main_training_function",
+            "num_machines",
+            "rdzv_backend",
+            "same_network",
+            "tpu_env",
+            "tpu_name",
+            "tpu_zone",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tpu_vm",
+            "use_cpu",
+            *(
+                f"{FSDP}fsdp_{name}"
+                for name in (
+                    "activation_checkpointing_offload",
+                    "backward_prefetch",
+                    "backward_prefetch_policy",
+                    "cpu_ram_efficient_loading",
+                    "forward_prefetch",
+                    "min_num_params",
+                    "sync_module_states",
+                    "use_orig_params",
+                    "limit_all_gathers",
+                )
+            ),
+            *(
+                f"{DEEPSPEED}{name}"
+                for name in (
+                    "deepspeed_exclusion_filter",
+                    "deepspeed_hostfile",
+                    "deepspeed_inclusion_filter",
+                    "deepspeed_moe_layer_cls_names",
+                    "deepspeed_multinode_launcher",
+                    "gradient_clipping",
+                    "offload_optimizer_nvme_path",
+                    "offload_param_nvme_path",
+                    "zero3_init_flag",
+                    "zero3_save_16bit_model",
+                )
+            ),
+            *(
+                f"{PARALLEL}sp_{name}"
+                for name in ("attn_implementation", "seq_length", "seq_length_is_variable")
+            ),
+        }
+    ),
+    idle_below=("dynamo_config", "fp8_config", "mpirun_config", "megatron_lm_config"),
+    parse=parse_yaml,
+    render=render_yaml,
+    recognises=lambda found: "distributed_type" in found or "compute_environment" in found,
+    target=_target,
+    by_script={
+        "microbatch_size": "the DataLoader's batch_size",
+        "num_microbatches": "Accelerator(gradient_accumulation_steps=)",
+        "compiled": "torch.compile(model)",
+    },
+)
+
+# --- TrainingArguments ---------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw", "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit", "paged_adamw_8bit": "adamw8bit", "sgd": "momentum",
+    "adagrad": "adagrad", "lion_32bit": "lion",
+}  # fmt: skip
+
+
+def _words(value: Any) -> list[str]:
+    """`fsdp` as a list, or a text of words; True stands for its defaults."""
+    if value is True:
+        return ["full_shard"]
+    return value.split() if isinstance(value, str) else list(value or ())
+
+
+def _argument_zero(found: Found) -> Values:
+    if deepspeed := found.get("deepspeed"):
+        raise ConfigurationError.refused(
+            "deepspeed", deepspeed, legal="none, or the file given by itself",
+            way_out="give DeepSpeed's file in place of this one",
+        )  # fmt: skip
+    words = _words(found.get("fsdp"))
+    names = [
+        name
+        for name in words
+        if name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+    ]
+    if not names:
+        return {"zero": 0}
+    away = {"offload": {"optimizer": 1.0}} if "offload" in words else {}
+    if found.get("fsdp_config.version", 1) == 2:
+        return {"zero": 3 if found.get("fsdp_config.reshard_after_forward", True) else 2, **away}
+    return {"zero": STRATEGIES[names[0].upper()], **away}
+
+
+def _say_argument_zero(values: Values) -> Found:
+    zero = values.get("zero", 0)
+    if not zero:
+        return {}
+    words = ["full_shard", "auto_wrap", *(["offload"] if _all_of(values, "offload") else [])]
+    return {"fsdp": " ".join(words), "fsdp_config.version": 2,
+            "fsdp_config.reshard_after_forward": zero == 3}  # fmt: skip
+
+
+def _argument_precision(found: Found) -> Values:
+    kinds = [kind for kind in ("bf16", "fp16") if found.get(kind)]
+    if len(kinds) > 1:
+        raise ConfigurationError.refused("bf16 and fp16", True, legal="one of the two")
+    return {"precision": kinds[0] if kinds else "fp32"}
+
+
+def _argument_recompute(found: Found) -> Values:
+    whole = found.get("gradient_checkpointing") or found.get("fsdp_config.activation_checkpointing")
+    return {"recompute": "full" if whole else "none"}
+
+
+TRAINING_ARGUMENTS = Format(
+    name="transformers",
+    version="5.23.0",
+    file="training_args.json",
+    table=(
+        said("per_device_train_batch_size", "microbatch_size", left_out=8),
+        said("gradient_accumulation_steps", "num_microbatches", left_out=1),
+        Correspondence(
+            keys=("fsdp", "fsdp_config.version", "fsdp_config.reshard_after_forward", "deepspeed"),
+            names=("zero", "offload"),
+            read=_argument_zero,
+            write=_say_argument_zero,
+        ),
+        Correspondence(
+            keys=tuple(
+                f"parallelism_config.{name}" for name in (*SIZES, "sp_backend", "cp_backend")
+            ),
+            names=AXES,
+            read=partial(_axes, prefix="parallelism_config."),
+            write=partial(_say_axes, prefix="parallelism_config."),
+        ),
+        Correspondence(
+            keys=("bf16", "fp16"),
+            names=("precision",),
+            read=_argument_precision,
+            write=lambda v: (
+                {v["precision"]: True} if v.get("precision") in ("bf16", "fp16") else {}
+            ),
+        ),
+        Correspondence(
+            keys=("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
+            names=("recompute",),
+            read=_argument_recompute,
+            write=lambda v: (
+                {"gradient_checkpointing": True} if v.get("recompute") == "full" else {}
+            ),
+        ),
+        table("optim", "optimizer", OPTIMIZERS, left_out="adamw_torch_fused"),
+        said("torch_compile", "compiled", left_out=False),
+        said("fsdp_config.transformer_layer_cls_to_wrap", "layer_class"),
+    ),
+    idle=idle_keys("transformers"),
+    idle_below=("fsdp_config", "accelerator_config", "lr_scheduler_kwargs", "label_names"),
+    parse=parse_tree,
+    render=render_json,
+    recognises=lambda found: "per_device_train_batch_size" in found or "output_dir" in found,
+    target=_target,
+)

@@ -1,0 +1,345 @@
+"""Megatron-LM's flags (0.20, megatron-core 0.16.1: `training/arguments.py` and the dataclasses of
+which flags are made) and Megatron-Bridge's YAML (0.7), whose fields have the same names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from meshwright.planner.frameworks.configuration import Shares
+from meshwright.planner.frameworks.correspondence import (
+    ConfigurationError,
+    Correspondence,
+    Format,
+    Found,
+    Values,
+    idle_keys,
+    table,
+)
+from meshwright.planner.frameworks.texts import parse_flags, parse_yaml, render_flags, render_yaml
+
+FSDP_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+COMMUNICATION = {
+    "p2p": "ring",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "a2a": "ulysses",
+}
+SECTIONS = ("model", "train", "ddp", "optimizer", "dist", "mixed_precision")
+OPTIMIZERS = {"adam": "adamw_fused", "sgd": "momentum", "lion": "lion"}
+
+
+# --- pipeline layouts ----------------------------------------------------------------------------
+
+
+def layers_of_layout(layout: str, place: str) -> list[int]:
+    """Layers of each stage of a layout: E the embedding, t a layer, L the loss, | the next stage,
+    (..)*n and x*n repeated, commas for the eye."""
+    refused = partial(
+        ConfigurationError.refused, place, layout, legal="E, t, L, |, ( )*n: 'E|(t|)*3L'"
+    )
+    text = layout.replace(",", "")
+    for pattern in (r"\(([^()]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+        if len(text) > MOST_LETTERS:
+            raise refused()
+    if re.search(r"[^EtL|]", text):
+        raise refused(way_out="multi-token prediction (m) is not planned" if "m" in text else "")
+    if text[:1] != "E" or text[-1:] != "L" or text.count("E") != 1 or text.count("L") != 1:
+        raise refused(way_out="E once, first; L once, last")
+    return [stage.count("t") for stage in text.split("|")]
+
+
+MOST_LETTERS = 10_000
+
+
+def layout_of(layers: list[int]) -> str:
+    """A layout with so many layers on each stage."""
+    stages = ["t" * min(count, 1) + (f"*{count}" if count > 1 else "") for count in layers]
+    return "E" + "|".join(stages) + "L"
+
+
+# --- groups of flags -----------------------------------------------------------------------------
+
+
+def _pipeline(found: Found) -> Values:
+    pp = found.get("pipeline_model_parallel_size", 1)
+    values: dict[str, Any] = {"pp": pp}
+    if pp == 1:
+        return values
+    stages = found.get("num_virtual_stages_per_pipeline_rank") or found.get(
+        "virtual_pipeline_model_parallel_size"
+    )
+    each, layers = found.get("num_layers_per_virtual_pipeline_stage"), found.get("num_layers")
+    if each is not None:
+        if layers is None or layers % (pp * each):
+            raise ConfigurationError.refused(
+                "num_layers_per_virtual_pipeline_stage", each,
+                legal="with num_layers, a multiple of pp × it",
+            )  # fmt: skip
+        stages = layers // (pp * each)
+    ends = [found.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    less = [
+        bool(found.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")
+    ]
+    values["layers"] = Shares(first=ends[0], last=ends[1], less=(int(less[0]), int(less[1])))
+    if layout := found.get("pipeline_model_parallel_layout"):
+        values["layers"] = layers_of_layout(str(layout), "pipeline_model_parallel_layout")
+        if len(values["layers"]) % pp:
+            raise ConfigurationError.refused(
+                "pipeline_model_parallel_layout", layout, legal=f"stages of a multiple of pp={pp}"
+            )
+        stages = len(values["layers"]) // pp
+    values["virtual_stages"] = stages or 1
+    values["schedule"] = "interleaved_1f1b" if (stages or 1) > 1 else "1f1b"
+    return values
+
+
+def _say_pipeline(values: Values) -> Found:
+    pp, stages = values.get("pp") or 1, values.get("virtual_stages") or 1
+    found: dict[str, Any] = {"pipeline_model_parallel_size": pp}
+    if pp == 1:
+        return found
+    layers = values["layers"]
+    if len({*layers}) > 1:
+        return found | {"pipeline_model_parallel_layout": layout_of(layers)}
+    if stages > 1:
+        found["num_virtual_stages_per_pipeline_rank"] = stages
+    return found
+
+
+def _zero(found: Found) -> Values:
+    """ZeRO: 1 for the distributed optimizer, Megatron's FSDP by strategy, 3 for torch's FSDP2."""
+    if found.get("use_torch_fsdp2"):
+        return {"zero": 3}
+    if found.get("use_megatron_fsdp") or found.get("use_custom_fsdp"):
+        strategy = found.get("data_parallel_sharding_strategy", "no_shard")
+        if strategy not in FSDP_STAGES:
+            raise ConfigurationError.refused(
+                "data_parallel_sharding_strategy", strategy, legal=FSDP_STAGES
+            )
+        return {"zero": FSDP_STAGES[strategy]}
+    if not found.get("use_distributed_optimizer"):
+        return {"zero": 0}
+    copies = found.get("num_distributed_optimizer_instances", 1)
+    return {"zero": 1, **({"instances": copies} if copies > 1 else {})}
+
+
+def _say_zero(values: Values) -> Found:
+    zero = values.get("zero") or 0
+    if zero == 1:
+        found = {
+            name: True
+            for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        }
+        ranks = values["dp"] * (values.get("cp") or 1)
+        if among := values.get("dp_shard"):
+            found["num_distributed_optimizer_instances"] = ranks // among
+        return found
+    if not zero:
+        return {"overlap_grad_reduce": True} if values["dp"] > 1 else {}
+    name = next(name for name, stage in FSDP_STAGES.items() if stage == zero)
+    return {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": name}
+
+
+def _recompute(found: Found) -> Values:
+    kind = found.get("recompute_granularity")
+    if found.get("recompute_activations"):
+        kind = kind or "selective"
+    if kind is None:
+        return {"recompute": "none"}
+    if kind == "selective":
+        modules = found.get("recompute_modules") or ["core_attn"]
+        modules = [modules] if isinstance(modules, str) else modules
+        unknown = [name for name in modules if name != "core_attn"]
+        if unknown:
+            raise ConfigurationError.refused(
+                "recompute_modules", unknown, legal="core_attn",
+                way_out="other modules have no policy here: leave them out, or take full",
+            )  # fmt: skip
+        return {"recompute": "selective"}
+    if kind != "full":
+        raise ConfigurationError.refused("recompute_granularity", kind, legal="full, selective")
+    method, count = found.get("recompute_method"), found.get("recompute_num_layers")
+    if method == "uniform":
+        return {"recompute": "full", "segments": count or 1}
+    if method == "block":
+        return {"recompute": ("full", count)}
+    raise ConfigurationError.refused("recompute_method", method, legal="uniform, block")
+
+
+def _say_recompute(values: Values) -> Found:
+    policy = values.get("recompute") or "none"
+    if policy == "none":
+        return {}
+    if policy == "selective":
+        return {"recompute_granularity": "selective"}
+    if isinstance(policy, tuple):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": policy[1],
+        }
+    size = values.get("segments") or 1
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": size,
+    }
+
+
+def _precision(found: Found, narrow: str) -> Values:
+    kinds = [kind for kind in ("bf16", "fp16") if found.get(kind)]
+    if len(kinds) > 1:
+        raise ConfigurationError.refused("bf16 and fp16", True, legal="one of the two")
+    recipes = {"tensorwise": "fp8", "delayed": "fp8", "mxfp8": "mxfp8", "blockwise": "fp8_rowwise"}
+    if found.get(narrow):
+        recipe = found.get("fp8_recipe", "delayed")
+        if recipe not in recipes:
+            raise ConfigurationError.refused("fp8_recipe", recipe, legal=recipes)
+        return {"precision": recipes[recipe]}
+    return {"precision": kinds[0] if kinds else "fp32"}
+
+
+def _say_precision(values: Values, narrow: str) -> Found:
+    precision = values.get("precision", "fp32")
+    recipes = {"fp8": "tensorwise", "mxfp8": "mxfp8"}
+    if precision in recipes:
+        return {"bf16": True, narrow: "hybrid", "fp8_recipe": recipes[precision]}
+    return {precision: True} if precision in ("bf16", "fp16") else {}
+
+
+def _cp(found: Found) -> Values:
+    size = found.get("context_parallel_size", 1)
+    if size == 1:
+        return {"cp": 1}
+    kind = found.get("cp_comm_type", "p2p")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind not in COMMUNICATION:
+        raise ConfigurationError.refused("cp_comm_type", kind, legal=COMMUNICATION)
+    return {"cp": size, "cp_kind": COMMUNICATION[kind]}
+
+
+def _say_cp(values: Values) -> Found:
+    if (values.get("cp") or 1) == 1:
+        return {}
+    back = {ours: theirs for theirs, ours in reversed(COMMUNICATION.items())}
+    return {
+        "context_parallel_size": values["cp"],
+        "cp_comm_type": back[values.get("cp_kind") or "ring"],
+    }
+
+
+def _placement(found: Found) -> Values:
+    return {"placement": "tp,pp,dp" if found.get("use_tp_pp_dp_mapping") else "tp,dp,pp"}
+
+
+def _say_placement(values: Values) -> Found:
+    return {"use_tp_pp_dp_mapping": True} if values.get("placement") == "tp,pp,dp" else {}
+
+
+def _target(values: Values) -> str:
+    return "megatron-moe" if (values.get("ep") or 1) > 1 else "megatron"
+
+
+NAMES = (
+    "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type",
+    "expert_model_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "use_distributed_optimizer", "num_distributed_optimizer_instances", "use_megatron_fsdp",
+    "use_custom_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy", "overlap_grad_reduce",
+    "overlap_param_gather", "recompute_granularity", "recompute_method", "recompute_num_layers",
+    "recompute_modules", "recompute_activations", "micro_batch_size", "global_batch_size", "bf16",
+    "fp16", "fp8", "fp8_recipe", "optimizer", "use_tp_pp_dp_mapping", "sequence_parallel",
+)  # fmt: skip
+
+
+def _table(of: Callable[[str], str], narrow: str) -> tuple[Correspondence, ...]:
+    """The correspondences, each key being where `of` says that it is in a format."""
+
+    def group(
+        keys: tuple[str, ...],
+        names: tuple[str, ...],
+        read: Callable[[Found], Values],
+        write: Callable[[Values], Found],
+    ) -> Correspondence:
+        return Correspondence(
+            keys=tuple(map(of, keys)),
+            names=names,
+            read=lambda found: read({k: found[of(k)] for k in keys if of(k) in found}),
+            write=lambda values: {of(key): value for key, value in write(values).items()},
+        )
+
+    def degree(key: str, name: str, left_out: int | None = 1) -> Correspondence:
+        return table(of(key), name, {}, left_out=left_out)
+
+    return (
+        degree("tensor_model_parallel_size", "tp"),
+        degree("expert_model_parallel_size", "ep"),
+        group(NAMES[1:3], ("cp", "cp_kind"), _cp, _say_cp),
+        group(
+            NAMES[4:14], ("pp", "virtual_stages", "schedule", "layers"), _pipeline, _say_pipeline
+        ),
+        degree("micro_batch_size", "microbatch_size", None),
+        degree("global_batch_size", "global_batch_size", None),
+        group(NAMES[14:22], ("zero", "instances", "dp_shard"), _zero, _say_zero),
+        group(NAMES[22:27], ("recompute", "segments"), _recompute, _say_recompute),
+        group(
+            ("bf16", "fp16", narrow, "fp8_recipe"),
+            ("precision",),
+            partial(_precision, narrow=narrow),
+            partial(_say_precision, narrow=narrow),
+        ),
+        table(of("optimizer"), "optimizer", OPTIMIZERS, left_out="adam"),
+        group(("use_tp_pp_dp_mapping",), ("placement",), _placement, _say_placement),
+        group(
+            ("sequence_parallel",),
+            (),
+            lambda found: {},
+            lambda v: {"sequence_parallel": True} if (v.get("tp") or 1) > 1 else {},
+        ),
+    )
+
+
+_IN_BRIDGE = {
+    **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train."),
+    **dict.fromkeys((*NAMES[14:22],), "ddp."),
+    "optimizer": "optimizer.", "bf16": "model.", "fp16": "model.", "use_tp_pp_dp_mapping": "dist.",
+}  # fmt: skip
+
+
+def _bridge(key: str) -> str:
+    """A flag as a field of a section of Bridge's."""
+    name = "virtual_pipeline_model_parallel_size" if key == NAMES[6] else key
+    return f"{_IN_BRIDGE.get(key, 'model.')}{name}"
+
+
+ARGUMENTS = Format(
+    name="megatron",
+    version="0.16.1",
+    file="megatron.args",
+    table=_table(str, "fp8_format"),
+    idle=idle_keys("megatron"),
+    parse=parse_flags,
+    render=render_flags,
+    recognises=lambda found: "micro_batch_size" in found or "tensor_model_parallel_size" in found,
+    target=_target,
+)
+BRIDGE = Format(
+    name="megatron-bridge",
+    version="0.7.0",
+    file="bridge.yaml",
+    table=_table(_bridge, "fp8"),
+    idle=[f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron")],
+    idle_below=("logger", "checkpoint", "dataset", "tokenizer", "rng", "scheduler", "validation",
+                "profiling", "comm_overlap", "rerun_state_machine", "ft", "straggler"),
+    parse=parse_yaml,
+    render=render_yaml,
+    recognises=lambda found: any(key.startswith("model.") for key in found),
+    target=_target,
+)  # fmt: skip

@@ -1,0 +1,313 @@
+"""torchtitan's configurations: a Python function that returns a `Trainer.Config` (0.3.0:
+`config/configs.py`), read as text, and the TOML of before."""
+
+from __future__ import annotations
+
+import ast
+from itertools import accumulate
+from typing import Any
+
+from meshwright.planner.frameworks.configuration import Shares
+from meshwright.planner.frameworks.correspondence import (
+    ConfigurationError,
+    Correspondence,
+    Format,
+    Found,
+    Values,
+    said,
+    table,
+)
+from meshwright.planner.frameworks.texts import parse_toml
+
+AXES = "parallelism."
+SCHEDULES = {
+    "1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved_1f1b",
+    "ZBVZeroBubble": "zb_v", "DualPipeV": "dualpipe_v",
+}  # fmt: skip
+LOOPED = {"interleaved_1f1b": 2}  # stages of a rank where no number is given
+PLACED = {"zb_v": 2, "dualpipe_v": 2}
+CHECKPOINTS = {"none": "none", "full": "full", "selective": "alternate"}
+CLASSES = {"FullAC": "full", "SelectiveAC": "selective", None: "none"}
+ENDS = ("first", "last")
+SECTIONS = ("training", "parallelism", "compile", "activation_checkpoint")
+
+
+# --- Python --------------------------------------------------------------------------------------
+
+
+def parse_python(text: str, place: str) -> dict[str, Any]:
+    """The keys that a function of a file sets, and those that it begins with. The place may name
+    it, FILE.py:FUNCTION; else it is the only one. Nothing is run: values are literals."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigurationError(f": {error}", place=place, legal="Python") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    _, colon, name = place.rpartition(".py:")
+    if not colon:
+        names = [name for name in functions if not name.startswith("_")]
+        if len(names) != 1:
+            raise ConfigurationError(
+                f"has the functions {', '.join(names) or 'none'}", place=place,
+                legal="one, or FILE.py:FUNCTION", way_out="name the one that returns the Config",
+            )  # fmt: skip
+        name = names[0]
+    return _set_by(name, functions, place, ())
+
+
+def _set_by(
+    name: str, functions: dict[str, ast.FunctionDef], place: str, before: tuple[str, ...]
+) -> dict[str, Any]:
+    if name not in functions or name in before:
+        raise ConfigurationError(
+            f"has no function {name!r}", place=place, legal=functions, way_out="name one of these"
+        )
+    found: dict[str, Any] = {}
+    for node in functions[name].body:
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Call) and isinstance(node, ast.Return | ast.Assign):
+            called = value.func
+            if isinstance(called, ast.Name) and called.id in functions:
+                found |= _set_by(called.id, functions, place, (*before, name))
+            elif isinstance(called, ast.Attribute) and called.attr == "Config":
+                for keyword in value.keywords:
+                    found |= _section(keyword.arg or "", keyword.value, place)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            path = ast.unparse(node.targets[0]).split(".", 1)[1]
+            if path.split(".")[0] in SECTIONS:
+                found |= _section(path, node.value, place)
+    return found
+
+
+def _section(path: str, value: ast.expr, place: str) -> dict[str, Any]:
+    """Keys of a section that a call makes, or the key that a literal is of."""
+    if path.split(".")[0] not in SECTIONS:
+        return {}
+    if path == "activation_checkpoint":
+        of = value.func if isinstance(value, ast.Call) else value
+        name = ast.unparse(of).removesuffix(".Config").split(".")[-1]
+        known = None if name == "None" else name
+        if known not in CLASSES:
+            raise ConfigurationError.refused(f"{place}: {path}", name, legal=CLASSES)
+        return {"activation_checkpoint.mode": CLASSES[known]}
+    if isinstance(value, ast.Call) and "." not in path:
+        if value.args or any(keyword.arg is None for keyword in value.keywords):
+            raise ConfigurationError(
+                " is called with what is no keyword", place=f"{place}: {path}", legal="keywords"
+            )
+        parts = [_section(f"{path}.{k.arg}", k.value, place) for k in value.keywords]
+        return {key: at for part in parts for key, at in part.items()}
+    try:
+        return {path: ast.literal_eval(value)}
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        raise ConfigurationError(
+            f" = {ast.unparse(value)[:60]}", place=f"{place}: {path}", legal="a literal",
+            way_out="write the value; nothing of the file is run",
+        ) from None  # fmt: skip
+
+
+def render_python(found: Found) -> str:
+    """A function for `--module` and `--config`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    mode = sections.pop("activation_checkpoint", {}).get("mode", "none")
+    names = {
+        "training": "TrainingConfig",
+        "parallelism": "ParallelismConfig",
+        "compile": "CompileConfig",
+    }
+    lines = [
+        f"from torchtitan.config import {', '.join(sorted(names[s] for s in sections))}",
+        "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC",
+        "", "",
+        "def planned(base):",
+        '    """A `Trainer.Config` of a model, as planned."""',
+    ]  # fmt: skip
+    for section, keys in sections.items():
+        lines.append(f"    base.{section} = {names[section]}(")
+        lines += [f"        {name}={value!r}," for name, value in keys.items()]
+        lines.append("    )")
+    made = {"full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}.get(mode, "None")
+    lines += [f"    base.activation_checkpoint = {made}", "    return base"]
+    return "\n".join(lines) + "\n"
+
+
+def parse(text: str, place: str) -> dict[str, Any]:
+    return parse_toml(text, place) if place.endswith(".toml") else parse_python(text, place)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _pipeline(found: Found) -> Values:
+    """Groups, stages and micro-batches: `local_batch_size` rows of a rank are one pass through the
+    pipeline, in micro-batches of so many, or of so many passes a step without one."""
+    pp = found.get(f"{AXES}pipeline_parallel_degree", 1)
+    if pp == 1:
+        return {"pp": 1, "microbatch_size": found["training.local_batch_size"]}
+    name = found.get(f"{AXES}pipeline_parallel_schedule", "1F1B")
+    if name not in SCHEDULES:
+        raise ConfigurationError.refused(f"{AXES}pipeline_parallel_schedule", name, legal=SCHEDULES)
+    if csv := found.get(f"{AXES}pipeline_parallel_schedule_csv"):
+        raise ConfigurationError.refused(
+            f"{AXES}pipeline_parallel_schedule_csv", csv, legal="a schedule by name"
+        )
+    schedule = SCHEDULES[name]
+    values: dict[str, Any] = {"pp": pp, "schedule": schedule}
+    values["virtual_stages"] = LOOPED.get(schedule) or PLACED.get(schedule) or 1
+    if each := found.get(f"{AXES}pipeline_parallel_layers_per_stage"):
+        raise ConfigurationError.refused(
+            f"{AXES}pipeline_parallel_layers_per_stage", each, legal=None,
+            way_out="name the stages' modules: module_fqns_per_model_part",
+        )  # fmt: skip
+    ends = (found.get(f"{AXES}pipeline_parallel_{end}_stage_less_layers", 1) for end in ENDS)
+    values["layers"] = Shares(less=tuple(ends))
+    if parts := found.get(f"{AXES}module_fqns_per_model_part"):
+        values["layers"] = [sum(".layers." in f".{n}" for n in part) for part in parts]
+        values["virtual_stages"] = len(parts) // pp
+    values["microbatch_size"] = found.get(f"{AXES}pipeline_parallel_microbatch_size", 1)
+    return values
+
+
+def _say_pipeline(values: Values) -> Found:
+    pp, rows = values.get("pp") or 1, values["microbatch_size"]
+    if pp == 1:
+        return {"training.local_batch_size": rows}
+    back = {ours: theirs for theirs, ours in SCHEDULES.items()}
+    found: dict[str, Any] = {
+        "training.local_batch_size": rows * values["num_microbatches"],
+        f"{AXES}pipeline_parallel_degree": pp,
+        f"{AXES}pipeline_parallel_microbatch_size": rows,
+    }
+    if values.get("schedule") in back:
+        found[f"{AXES}pipeline_parallel_schedule"] = back[values["schedule"]]
+    ends, parts = list(accumulate(values["layers"])), []
+    for count, end in zip(values["layers"], ends, strict=True):
+        parts.append([f"layers.{k}" for k in range(end - count, end)])
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "lm_head"]
+    return found | {f"{AXES}module_fqns_per_model_part": parts}
+
+
+def _batch(found: Found) -> Values:
+    size = found.get("training.global_batch_size", -1)
+    if size > 0:
+        return {"global_batch_size": size}
+    pipeline = found.get(f"{AXES}pipeline_parallel_degree", 1) > 1
+    each = found.get(f"{AXES}pipeline_parallel_microbatch_size", 1)
+    return {"num_microbatches": found["training.local_batch_size"] // each if pipeline else 1}
+
+
+def _shards(found: Found) -> Values:
+    replicas = found.get(f"{AXES}data_parallel_replicate_degree", 1)
+    shards = found.get(f"{AXES}data_parallel_shard_degree", -1)
+    again = found.get(f"{AXES}fsdp_reshard_after_forward", "default")
+    legal = ("default", "always", "never")
+    if again not in legal:
+        raise ConfigurationError.refused(f"{AXES}fsdp_reshard_after_forward", again, legal=legal)
+    pipeline = found.get(f"{AXES}pipeline_parallel_degree", 1) > 1
+    kept = again == "never" or (again == "default" and pipeline)
+    cp = found.get(f"{AXES}context_parallel_degree", 1)
+    zero = 0 if shards * cp == 1 else 2 if kept else 3
+    values: dict[str, Any] = {"zero": zero, "replicas": replicas}
+    return values | ({"shards": shards} if shards > 0 else {})
+
+
+def _say_shards(values: Values) -> Found:
+    dp, cp, zero = values["dp"], values.get("cp") or 1, values.get("zero") or 0
+    shard = (values.get("dp_shard") or dp * cp) // cp if zero else 1
+    found = {
+        f"{AXES}data_parallel_replicate_degree": dp // shard,
+        f"{AXES}data_parallel_shard_degree": shard,
+    }
+    if zero:
+        found[f"{AXES}fsdp_reshard_after_forward"] = "always" if zero == 3 else "never"
+    return found
+
+
+def _precision(found: Found) -> Values:
+    kept, used = (
+        found.get("training.dtype", "float32"),
+        found.get("training.mixed_precision_param", "bfloat16"),
+    )
+    if kept == "bfloat16":
+        return {"precision": "bf16_pure"}
+    return {"precision": {"bfloat16": "bf16", "float32": "fp32"}[used]}
+
+
+def _say_precision(values: Values) -> Found:
+    precision = values.get("precision")
+    kept = "bfloat16" if precision == "bf16_pure" else "float32"
+    used = "float32" if precision == "fp32" else "bfloat16"
+    return {"training.dtype": kept, "training.mixed_precision_param": used}
+
+
+def _degree(key: str, name: str) -> Correspondence:
+    return table(f"{AXES}{key}", name, {}, left_out=1)
+
+
+TORCHTITAN = Format(
+    name="torchtitan",
+    version="0.3.0",
+    file="torchtitan_config.py",
+    table=(
+        Correspondence(
+            keys=("training.global_batch_size", "training.local_batch_size",
+                  f"{AXES}pipeline_parallel_microbatch_size", f"{AXES}pipeline_parallel_degree"),
+            names=("global_batch_size", "num_microbatches"), read=_batch,
+            write=lambda v: {"training.global_batch_size": v["global_batch_size"]},
+            left_out={"training.local_batch_size": 8},
+        ),
+        Correspondence(
+            keys=(
+                "training.local_batch_size",
+                *(f"{AXES}pipeline_parallel_{name}" for name in (
+                    "degree", "schedule", "schedule_csv", "microbatch_size",
+                    "first_stage_less_layers", "last_stage_less_layers", "layers_per_stage",
+                )),
+                f"{AXES}module_fqns_per_model_part",
+            ),
+            names=("pp", "schedule", "virtual_stages", "microbatch_size", "layers"),
+            read=_pipeline, write=_say_pipeline, left_out={"training.local_batch_size": 8},
+        ),
+        Correspondence(
+            keys=tuple(AXES + name for name in (
+                "data_parallel_replicate_degree", "data_parallel_shard_degree",
+                "fsdp_reshard_after_forward", "pipeline_parallel_degree", "context_parallel_degree",
+            )),
+            names=("zero", "replicas", "shards", "dp", "dp_shard"), read=_shards, write=_say_shards,
+        ),
+        _degree("tensor_parallel_degree", "tp"),
+        _degree("context_parallel_degree", "cp"),
+        _degree("expert_parallel_degree", "ep"),
+        Correspondence(
+            keys=("training.dtype", "training.mixed_precision_param"), names=("precision",),
+            read=_precision, write=_say_precision,
+        ),
+        table("activation_checkpoint.mode", "recompute", CHECKPOINTS, left_out="selective"),
+        said("compile.enable", "compiled", left_out=False),
+    ),
+    idle=frozenset({
+        "training.seq_len", "training.steps", "training.max_norm", "training.gc_freq",
+        "training.gc_debug", "training.mixed_precision_reduce", "training.disable_cuda_graphs",
+        "training.dataset", "training.warmup_steps", "training.seed", "training.deterministic",
+        "training.data_parallel_replicate_degree",
+        f"{AXES}enable_sequence_parallel", f"{AXES}enable_fsdp_symm_mem", f"{AXES}spmd_backend",
+        f"{AXES}context_parallel_load_balancer", f"{AXES}context_parallel_ptrr_mask_key",
+        f"{AXES}enable_async_tensor_parallel", f"{AXES}context_parallel_rotate_method",
+        f"{AXES}disable_loss_parallel",
+        "compile.backend", "compile.components", "compile.enable_async_tensor_parallel",
+        "activation_checkpoint.selective_ac_option",
+    }),
+    idle_below=(
+        "job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "checkpoint",
+        "float8", "quantize", "comm", "debug", "validation", "experimental", "fault_tolerance",
+        "memory_estimation", "mx",
+    ),
+    parse=parse,
+    render=render_python,
+    recognises=lambda found: any(key.startswith(("parallelism.", "training.")) for key in found),
+    target=lambda values: "torchtitan",
+)  # fmt: skip

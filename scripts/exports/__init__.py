@@ -1,0 +1,1 @@
+"""What is exported, read by the software that it is for (`scripts/setup_exports`)."""

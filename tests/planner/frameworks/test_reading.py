@@ -1,0 +1,202 @@
+"""Configurations of other software, read: the values they say, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.planner.frameworks import ConfigurationError, read_configuration
+
+ZERO = {"stage": 3, "overlap_comm": True}
+DEEPSPEED = {
+    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": True}, "zero_optimization": ZERO,
+}  # fmt: skip
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: {again}
+  fsdp_activation_checkpointing: true
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 2
+"""
+ARGUMENTS = {
+    "output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+    "bf16": True, "gradient_checkpointing": True, "fsdp": "full_shard auto_wrap",
+    "optim": "adamw_torch", "learning_rate": 1e-4,
+}  # fmt: skip
+MEGATRON = """
+# of a recipe
+--num-layers 32 --hidden-size 4096 --swiglu \\
+--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+--micro-batch-size 1 --global-batch-size 16 --bf16
+--use-distributed-optimizer --overlap-grad-reduce
+"""
+BRIDGE = """
+model:
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 2
+  pipeline_model_parallel_layout: "E,(t|)*3tL"
+train: {micro_batch_size: 1, global_batch_size: 16}
+ddp: {use_distributed_optimizer: true}
+"""
+TITAN = """
+from torchtitan.trainer import Trainer
+
+def base():
+    return Trainer.Config(
+        hf_assets_path="./assets", training=TrainingConfig(local_batch_size=4, seq_len=2048),
+        parallelism=ParallelismConfig(data_parallel_shard_degree=-1, tensor_parallel_degree=2),
+        activation_checkpoint=FullAC.Config(), optimizer=default_adamw(lr=8e-4),
+    )
+
+def small():
+    config = base()
+    config.training.local_batch_size = 2
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+    return config
+"""
+OLD_TITAN = """
+[training]
+local_batch_size = 2
+[parallelism]
+tensor_parallel_degree = 2
+context_parallel_degree = 2
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+"""
+
+
+def written(folder: Path, name: str, content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / name.partition(":")[0]).write_text(text)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "target", "values"),
+    [
+        ("ds.json", DEEPSPEED, "deepspeed",
+         {"zero": 3, "dp": 8, "microbatch_size": 2, "num_microbatches": 4, "precision": "bf16"}),
+        ("ds.json", DEEPSPEED | {"train_batch_size": "auto"}, "deepspeed",
+         {"global_batch_size": 64}),
+        ("ds.json", {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO | {
+            "zero_quantized_weights": True, "zero_hpz_partition_size": 2}},
+         "deepspeed", {"quantized": "weights", "hpz": 2, "precision": "fp32"}),
+        ("ds.json", DEEPSPEED | {"zero_optimization": {
+            "stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "cpu"}}},
+         "eager", {"offload": {"optimizer": 1.0, "nvme": 1.0, "weights": 1.0}}),
+        ("ds.json", {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2},
+                     "sequence_parallel_size": 2, "optimizer": {"type": "AdamW", "params": {}}},
+         "deepspeed", {"tp": 2, "cp": 2, "cp_kind": "ulysses", "dp": 2, "microbatch_size": 4}),
+        ("a.yaml", ACCELERATE.format(again="true"), "torchtitan",
+         {"zero": 3, "dp": 4, "dp_shard": 2, "tp": 2, "recompute": "full"}),
+        ("a.yaml", ACCELERATE.format(again="false"), "torchtitan", {"zero": 2}),
+        ("args.json", ARGUMENTS, "fsdp",
+         {"zero": 3, "global_batch_size": 64, "recompute": "full", "optimizer": "adamw"}),
+        ("m.args", MEGATRON, "megatron",
+         {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "num_microbatches": 8, "schedule": "1f1b",
+          "optimizer": "adamw_fused"}),
+        ("m.sh", MEGATRON + "--recompute-granularity full --recompute-method block "
+         "--recompute-num-layers 3 --num-layers-per-virtual-pipeline-stage 4", "megatron",
+         {"recompute": ("full", 3), "virtual_stages": 4, "schedule": "interleaved_1f1b"}),
+        ("b.yml", BRIDGE, "megatron", {"layers": [1, 1, 1, 1], "virtual_stages": 2, "zero": 1}),
+        ("t.py:base", TITAN, "torchtitan",
+         {"tp": 2, "dp": 4, "zero": 3, "recompute": "full", "global_batch_size": 16}),
+        ("t.py:small", TITAN, "torchtitan",
+         {"pp": 2, "virtual_stages": 2, "zero": 2, "microbatch_size": 1, "num_microbatches": 2}),
+        ("t.toml", OLD_TITAN, "torchtitan", {"cp": 2, "recompute": "alternate", "dp": 2}),
+    ],
+)  # fmt: skip
+def test_a_file_says_its_values(
+    tmp_path: Path, name: str, content: Any, target: str, values: dict[str, Any]
+) -> None:
+    rows = 64 if name == "a.yaml" else None
+    found = read_configuration(written(tmp_path, name, content), 8, global_batch_size=rows)
+    assert found.target == target
+    assert {key: found.values.get(key) for key in values} == values
+    dp, m = found.values["dp"], found.values["num_microbatches"]
+    assert found.values["global_batch_size"] == dp * m * found.values["microbatch_size"]
+
+
+def test_what_has_no_bearing_is_named(tmp_path: Path) -> None:
+    found = read_configuration(written(tmp_path, "args.json", ARGUMENTS), 8)
+    assert set(found.idle) == {"output_dir", "learning_rate"}
+    config = DEEPSPEED | {"train_batch_size": "auto", "gradient_clipping": 1.0}
+    found = read_configuration(written(tmp_path, "ds.json", config), 8)
+    assert found.left == ("train_batch_size",)
+    assert "gradient_clipping" in found.idle and "recompute" in found.taken
+    run_again = {"recompute": "full"}
+    found = read_configuration(written(tmp_path, "ds.json", config), 8, script=run_again)
+    assert found.values["recompute"] == "full" and not found.taken
+
+
+REFUSED = [
+    ("ds.json", DEEPSPEED | {"zero_optimization": {"stge": 3}}, "may be 'zero_optimization.stage'"),
+    ("ds.json", DEEPSPEED | {"bf16_enabled": True}, "has 'bf16_enabled', which deepspeed"),
+    ("ds.json", DEEPSPEED | {"train_batch_size": 65},
+     "microbatch_size=2 × num_microbatches=4 × dp=8 = 64, not global_batch_size=65"),
+    ("ds.json", DEEPSPEED | {"optimizer": {"type": "OneBitAdam"}}, "legal: AdamW, Adam,"),
+    ("ds.json", DEEPSPEED | {"fp16": {"enabled": True}}, "legal: one of the two"),
+    ("ds.json", DEEPSPEED | {"train_micro_batch_size_per_gpu": "2"},
+     "microbatch_size='2'; legal: an integer"),
+    ("ds.json", '{"zero_optimization": {}, "zero_optimization": {}}', "is there twice"),
+    ("ds.json", DEEPSPEED | {"zero_optimization": {"stage": 3, "mics_shard_size": 4}},
+     "has 'zero_optimization.mics_shard_size', which deepspeed 0.19.8 has not"),
+    ("ds.json", [1], "is no mapping"),
+    ("ds.json", {"steps": 3}, "is of no software that is known by its keys"),
+    ("ds.ini", DEEPSPEED, "ends with '.ini'"),
+    ("a.yaml", ACCELERATE.format(again="maybe"), "fsdp_reshard_after_forward='maybe'"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("processes: 8", "processes: 4"),
+     "is for 4 processes, and the cluster has 8 devices"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("tp_size: 2", "tp_size: 4"),
+     "dp=4 × cp=1 × tp=4 × pp=1 = 16, and the cluster has 8 devices"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("tp_size", "tpp_size"), "tpp_size"),
+    ("a.yaml", "distributed_type: &x FSDP\n", "line 1 has an anchor, an alias or a tag"),
+    ("a.yaml", "distributed_type: !!python/object/apply:os.system ['true']\n", "line 1 has an"),
+    ("a.yaml", "distributed_type: FSDP\ndistributed_type: NO\n", "'distributed_type' twice"),
+    ("a.yaml", "distributed_type: MEGATRON_LM\n", "the flags of Megatron-LM themselves"),
+    ("args.json", ARGUMENTS | {"deepspeed": "ds.json"}, "give DeepSpeed's file"),
+    ("args.json", ARGUMENTS | {"per_gpu_batch": 1}, "'per_gpu_batch'"),
+    ("m.args", MEGATRON + "--save $(rm -rf x)", "line 7 has what a shell would work on"),
+    ("m.args", MEGATRON + "--save $HOME", "line 7 has what a shell would work on"),
+    ("m.args", MEGATRON + "--tensor-parallel 2", "'tensor_parallel'"),
+    ("m.args", MEGATRON + "--pipeline-model-parallel-layout 'E|ttmL'", "multi-token prediction"),
+    ("m.args", MEGATRON + "--recompute-granularity full", "legal: uniform, block"),
+    ("m.args", "python train.py --bf16", "begins with 'python'"),
+    ("t.py", TITAN, "has the functions base, small"),
+    ("t.py:large", TITAN, "has no function 'large'"),
+    ("t.py:base", TITAN.replace("batch_size=4", "batch_size=len(x)"), "nothing of the file is run"),
+    ("t.py:base", TITAN.replace("FullAC", "OwnAC"), "legal: FullAC, SelectiveAC, None"),
+    ("t.py:base", "def base(:", "t.py:base: "),
+    ("t.toml", OLD_TITAN + "[parallelism]", "t.toml: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "says"), REFUSED, ids=range(len(REFUSED)))
+def test_what_says_no_plan_is_refused(tmp_path: Path, name: str, content: Any, says: str) -> None:
+    path = written(tmp_path, name, content)
+    with pytest.raises(ConfigurationError) as caught:
+        read_configuration(path, 8, global_batch_size=None if "ds" in name else 64)
+    assert says in str(caught.value) and caught.value.legal and caught.value.way_out
+
+
+def test_rows_are_said_once(tmp_path: Path) -> None:
+    path = written(tmp_path, "ds.json", DEEPSPEED)
+    with pytest.raises(ConfigurationError, match=r"is 64, and --batch says 32"):
+        read_configuration(path, 8, global_batch_size=32)
+    path = written(tmp_path, "a.yaml", ACCELERATE.format(again="true"))
+    with pytest.raises(ConfigurationError, match=r"says no batch.*--batch"):
+        read_configuration(path, 8)
+    with pytest.raises(ConfigurationError, match=r"zero beside it=1; legal: microbatch_size"):
+        read_configuration(path, 8, script={"zero": 1})
