@@ -28,7 +28,7 @@ class Configured:
 
     @property
     def notes(self) -> list[str]:
-        """What was taken for what the file leaves open."""
+        """Values that were taken for what the file leaves open, and what has no bearing."""
         said, values = self.configuration, self.configuration.values
         notes = [
             f"{said.format}: {values['global_batch_size']} rows a step = microbatch_size="

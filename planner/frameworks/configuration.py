@@ -26,8 +26,8 @@ LAYER = re.compile(r"(?P<of>.+)\.\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What a file of a `format` says, for so many devices: `values` of decisions and of a run,
-    whole; the name of the software's `target`; keys that are `idle`, without a bearing on a plan,
+    """A file of a `format`, for so many devices: its `values` of decisions and of a run, whole;
+    the name of the software's `target`; keys that are `idle`, without a bearing on a plan,
     and those that are `left` to be filled in ("auto"); decisions of the user's script that are
     `taken` as not made, with the way in which it says them."""
 

@@ -121,15 +121,18 @@ class Format:
         below = tuple(f"{name}." for name in self.idle_below)
         return key in (*self.idle, *self.idle_below) or key.startswith(below)
 
-    def read(self, found: Found) -> dict[str, Any]:
-        """The values that keys say. Raises `ConfigurationError` for one that is not known."""
+    def read(self, found: Found, left: Collection[str] = ()) -> dict[str, Any]:
+        """The values that keys say, but for those with keys that are `left` open. Raises
+        `ConfigurationError` for a key that is not known."""
         known = {key for each in self.table for key in each.keys}
         unknown = [key for key in found if key not in known and not self.is_idle(key)]
         if unknown:
             raise self.unknown(unknown, known)
         values: dict[str, Any] = {}
         for each in self.table:
-            values |= each.read({**each.left_out, **{k: found[k] for k in each.keys if k in found}})
+            if not {*each.keys} & {*left}:
+                own = {key: found[key] for key in each.keys if key in found}
+                values |= each.read({**each.left_out, **own})
         return values
 
     def unknown(self, keys: list[str], known: Collection[str]) -> ConfigurationError:

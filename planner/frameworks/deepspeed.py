@@ -67,7 +67,7 @@ IDLE_BELOW = (
     "flops_profiler", "comms_logger", "checkpoint", "data_types", "aio", "timers", "nebula",
     "data_efficiency", "weight_quantization", "autotuning", "zero_optimization.leaf_module",
     "tensor_parallel.partition_config", "tensor_parallel.tensor_parallel",
-    "activation_checkpointing", "hybrid_engine", "amp",
+    "activation_checkpointing", "hybrid_engine", "amp", "compile",
 )  # fmt: skip
 
 
@@ -191,7 +191,8 @@ DEEPSPEED = Format(
         ),
         Correspondence(
             keys=(
-                f"{ZERO}offload_optimizer.device", f"{ZERO}offload_optimizer.ratio",
+                f"{ZERO}stage", f"{ZERO}offload_optimizer.device",
+                f"{ZERO}offload_optimizer.ratio",
                 f"{ZERO}offload_param.device", f"{ZERO}cpu_offload", f"{ZERO}cpu_offload_param",
             ),
             names=("offload",), read=_offload, write=_say_offload,

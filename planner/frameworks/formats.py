@@ -77,7 +77,7 @@ def configuration_of(
     left = [key for key, value in found.items() if value == "auto"]  # taken from flags
     found = {key: value for key, value in found.items() if value != "auto"}
     try:
-        values = kind.read(found)
+        values = kind.read(found, left)
         if global_batch_size is not None:
             stated = values.setdefault("global_batch_size", global_batch_size)
             if stated != global_batch_size:

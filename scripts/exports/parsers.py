@@ -1,6 +1,6 @@
 """A file of another software, read by that software's own parser: prints its values as JSON.
 
-    .venv-exports/bin/python scripts/exports/parsers.py FORMAT FILE RANKS
+    .venv-exports/bin/python -m scripts.exports.parsers FORMAT FILE RANKS
 
 Needs nothing of ours. What a parser lets pass is looked at here: accelerate takes nested keys that
 it does not know, DeepSpeed top-level ones, and one rank for all unless it is told.
@@ -155,5 +155,4 @@ PARSERS: dict[str, Callable[[str, int], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules have the names of those that are read
     print(json.dumps(PARSERS[sys.argv[1]](sys.argv[2], int(sys.argv[3])), default=str))

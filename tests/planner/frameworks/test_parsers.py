@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.planner.frameworks import FORMATS, exported
 from meshwright.planner.plan import Plan
+from tests.helpers.tiers import second_tier
 from tests.planner.frameworks.test_exporting import MADE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,14 +18,16 @@ PYTHON = ROOT / ".venv-exports/bin/python"
 PLANS = 3
 
 pytestmark = [
-    pytest.mark.second_tier("it starts the other software"),
+    second_tier("round trips through our own reader stay (test_exporting)"),
     pytest.mark.skipif(not PYTHON.exists(), reason="scripts/setup_exports was not run"),
 ]
 
 
 def parsed(name: str, file: Path, ranks: int) -> dict[str, Any]:
-    command = [str(PYTHON), str(ROOT / "scripts/exports/parsers.py"), name, str(file), str(ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(PYTHON), "-m", "scripts.exports.parsers", name, str(file), str(ranks)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
