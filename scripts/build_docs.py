@@ -17,7 +17,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.site import api, command_line, figures, gallery, hardware, links, rules, schemas
+from scripts.site import (
+    api,
+    command_line,
+    figures,
+    gallery,
+    hardware,
+    links,
+    rules,
+    schemas,
+    software,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, BUILT = ROOT / "docs", ROOT / "build" / "docs"
@@ -31,6 +41,7 @@ def generated() -> Iterator[tuple[str, str]]:
     yield from schemas.files()
     yield from rules.files()
     yield from hardware.files()
+    yield from software.files()
     yield from gallery.files()
     yield from figures.files()
 
