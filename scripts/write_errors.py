@@ -43,6 +43,7 @@ from meshwright.cli import perform
 from meshwright.costmodel.sharding import Placement
 from meshwright.executor.ranks import joining
 from meshwright.hf import Trainer
+from meshwright.planner.frameworks.torch_script import torch_script
 from meshwright.planner.intra_op import solvers
 from meshwright.planner.operators import Operand, Program
 from meshwright.profiles.inputs import MeshwrightError
@@ -72,7 +73,11 @@ ENTRY = """
 | way out | {way_out} |
 """
 # modules that define errors; the others are imported by these
-DEFINING = ("meshwright.planner.tracing.leaves.probe", "meshwright.executor.errors")
+DEFINING = (
+    "meshwright.planner.tracing.leaves.probe",
+    "meshwright.executor.errors",
+    "meshwright.planner.frameworks.torch_script",
+)
 
 
 class Net(nn.Module):
@@ -146,6 +151,13 @@ def too_large() -> None:
     small = replace(large, device=replace(large.device, memory_bytes=4 * 2**30))
     plan = planned(model, cluster=large, loss_fn=summed).plan
     planned(model, cluster=small, loss_fn=summed, plan=plan)
+
+
+def unscripted() -> None:
+    """The script of a plan that splits the sequence."""
+    result = planned()
+    plan = replace(result.plan, stages=(replace(result.plan.stages[0], cp=2),))
+    torch_script(plan, result._problem.graph, module="my_models:net")
 
 
 def measurement() -> None:
@@ -244,6 +256,7 @@ EXAMPLES: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "MW112": lambda: Cluster.load(
             file("mine.toml", 'base = "dgx-h100"\n[inter_link]\nbandwidth = 25\n')
         ),
+        "MW114": unscripted,
         "MW121": lambda: perform(
             ["profile", "--cluster", "dgx-h100", "--import", file("mine.csv", "collective,ranks\n")]
         ),

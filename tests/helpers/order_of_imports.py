@@ -40,6 +40,7 @@ planner.drafts
 planner.bounds
 planner.search
 planner.alternatives
+planner.frameworks
 executor
 executor.backward
 executor.resharding

@@ -1,0 +1,1 @@
+"""Plans in the forms of other frameworks."""
