@@ -21,6 +21,7 @@ from meshwright.planner.plan import Plan, pipelines, plan_assignments
 
 STYLED = ("linear", "embedding")
 LOCAL = "use_local_output=False"
+WHOLE = ("no styles of parallelize_module say it", "whole on every rank")
 
 
 def roots(graph: Graph) -> frozenset[str]:
@@ -49,12 +50,12 @@ class Styles:
     """Styles by module and path below it ("" is the module itself): those that split weights and
     what enters modules, and `leaving`, applied afterwards. `split_logits`: the loss takes logits
     that are split over the vocabulary. `otherwise`: modules that the script runs otherwise than the
-    plan, each with how."""
+    plan, each with what the plan says, why not and what instead."""
 
     entering: dict[str, dict[str, str]] = field(default_factory=dict)
     leaving: dict[str, dict[str, str]] = field(default_factory=dict)
     split_logits: bool = False
-    otherwise: dict[str, str] = field(default_factory=dict)
+    otherwise: dict[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def add(self, other: Styles) -> None:
         """The styles of another block, too."""
@@ -67,6 +68,19 @@ class Styles:
 
 def tensor_styles(plan: Plan, graph: Graph) -> Styles:
     """The styles of all blocks. Raises `PlanError` for shardings that are none."""
+    try:
+        return _styles(plan, graph, whole=False)
+    except _NoStyles:
+        return _styles(plan, graph, whole=True)
+
+
+class _NoStyles(Exception):
+    """A block that can't run whole on what other blocks leave in parts."""
+
+
+def _styles(plan: Plan, graph: Graph, *, whole: bool) -> Styles:
+    """The styles of all blocks; with `whole` none, and all that the plan splits is otherwise.
+    Raises `_NoStyles`."""
     table = sharding.analyse(graph)
     assignments = plan_assignments(plan, graph, table, {})
     blocks = {block.name: block for block in graph.blocks}
@@ -75,24 +89,26 @@ def tensor_styles(plan: Plan, graph: Graph) -> Styles:
         at: dict[str, Placement] = {}
         names = plan.stages[k].blocks
         for name in names:
-            block, assignment = blocks[name], assignments[k][name]
-            layouts = BlockLayouts(graph, table, block, plan.stages[k].tp)
+            layouts = BlockLayouts(graph, table, blocks[name], plan.stages[k].tp)
             ends = name == names[-1]
-            follower = _Follower(layouts, assignment, at, leaves_stage=ends)
-            if not follower.followed():
-                whole = sharding.Assignment(
-                    strategies={op.name: sharding.replicated(op) for op in block.ops},
-                    states=dict.fromkeys(assignment.states, R),
-                )
-                failed = follower
-                follower = _Follower(layouts, whole, at, leaves_stage=ends)
-                assert follower.followed(), f"{name} can't run whole"
-                follower.styles.otherwise = failed.differences(whole)
-            else:
-                follower.styles.otherwise |= follower.differences(None)
+            follower = _Follower(layouts, assignments[k][name], at, leaves_stage=ends)
+            split = not whole and follower.followed()
+            otherwise = follower.differences(split=split)
+            if not split:
+                follower = _Follower(layouts, _whole(blocks[name]), at, leaves_stage=ends)
+                if not follower.followed():
+                    raise _NoStyles
             styles.add(follower.styles)
-            at |= {value: follower.at[value] for value in block.outputs}
+            styles.otherwise |= otherwise
+            at |= {value: follower.at[value] for value in blocks[name].outputs}
     return styles
+
+
+def _whole(block: Block) -> sharding.Assignment:
+    """The assignment of a block that runs whole on every rank."""
+    values = (*(r for op in block.ops for r in op.results), *block.parameters)
+    strategies = {op.name: sharding.replicated(op) for op in block.ops}
+    return sharding.Assignment(strategies=strategies, states=dict.fromkeys(values, R))
 
 
 class _Follower:
@@ -191,6 +207,12 @@ class _Follower:
         if not by_columns:  # partial, then summed
             split = state.sharded and state.split == 1 and is_layer(self.block)
             self.at[value] = state if split else R
+            if state.sharded and not split:
+                self.styles.otherwise[op.module] = (
+                    f"a sum into parts {state}",
+                    "what follows may read its shape",
+                    "summed whole, and split where layers begin",
+                )
             return [f"output_layouts={_layout(state)}"] if split else []
         last = Placement("S", len(self.graph.values[value].shape) - 1)
         targets = self.layouts.targets(value, self.assignment.strategies)
@@ -270,20 +292,21 @@ class _Follower:
 
     # --- differences ---
 
-    def differences(self, whole: sharding.Assignment | None) -> dict[str, str]:
-        """Modules whose weights, or else operators, the script splits otherwise than the plan."""
-        weights = {} if whole else self.weights
-        found: dict[str, str] = {}
+    def differences(self, *, split: bool) -> dict[str, tuple[str, str, str]]:
+        """Modules whose weights, or else operators, the plan splits and the script doesn't, where
+        the block's styles are taken (`split`) or it runs whole."""
+        weights = self.weights if split else {}
+        found: dict[str, tuple[str, str, str]] = {}
         for op in self.block.ops:
             strategy = self.assignment.strategies[op.name]
             for value, state in zip(op.operands, strategy.operands, strict=True):
-                split = state.sharded and value in self.graph.parameters
-                if split and weights.get(value) != state:
-                    found[op.module or op.key] = f"{strategy.name}: whole on every rank"
-        if found or whole is None:
+                is_weight = state.sharded and value in self.graph.parameters
+                if is_weight and weights.get(value) != state:
+                    found[op.module or op.key] = (strategy.name, *WHOLE)
+        if found or split:
             return found
         taken = [op for op in self.block.ops if self.assignment.strategies[op.name].split_factor]
-        return {(op.module or op.key): "split: whole on every rank" for op in taken}
+        return {op.module or op.key: ("a split", *WHOLE) for op in taken}
 
 
 def _plain(state: Placement) -> Placement:

@@ -70,7 +70,6 @@ REFUSED = {
     "ep": "experts on other ranks are no style of parallelize_module",
 }
 LEFT_OUT = {
-    "cp_kind": ("it is of cp", "nothing"),
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
@@ -243,14 +242,14 @@ def _lost_decisions(plan: Plan) -> Iterator[Lost]:
     for name, (why, instead) in LEFT_OUT.items():
         decision = DECISIONS[name]
         used = [value for of in plan.having(name) if decision.uses(value := getattr(of, name))]
-        if used and name != "cp_kind":
+        if used:
             line = decision.line(used) if decision.line else ""
             yield Lost(what=line.strip() or f"{name}={used[0]}", why=why, instead=instead)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What the parts of a script ask of its plan (`asked`, or one copy of it) and graph."""
+    """A plan (`asked`, or one copy of it) and a graph, as the parts of a script read them."""
 
     plan: Plan
     asked: Plan
@@ -537,16 +536,11 @@ class _Facts:
     def lost(self) -> Iterator[Lost]:
         yield from self._lost_meshes()
         yield from self._lost_numbers()
-        by_how: dict[str, list[str]] = {}
+        by_how: dict[tuple[str, str, str], list[str]] = {}
         for name, how in self.styles.otherwise.items():
             by_how.setdefault(how, []).append(name)
-        for how, names in by_how.items():
-            strategy, _, instead = how.partition(": ")
-            yield Lost(
-                what=f"{strategy} of {', '.join(by_glob(names))}",
-                why="no styles of parallelize_module say it",
-                instead=instead,
-            )
+        for (what, why, instead), names in by_how.items():
+            yield Lost(what=f"{what} of {', '.join(by_glob(names))}", why=why, instead=instead)
         by_policy: dict[str, list[str]] = {}
         for name, policy in self._policies.items():
             if policy != "none" and (policy != "full" or name not in self.layers):
@@ -563,7 +557,7 @@ class _Facts:
             if kept:
                 yield Lost(
                     what=f"{policy} recompute of {', '.join(compress_names(kept))}",
-                    why="it is no module of its own, or what is gathered no operator",
+                    why="no module is all of it" if policy == "full" else "gathers are no modules",
                     instead="they keep their activations",
                 )
 
@@ -674,7 +668,9 @@ def _loss_call(facts: _Facts, part: str) -> dict[str, str]:
 def _head(facts: _Facts, lost: Sequence[Lost]) -> str:
     """The docstring."""
     module, ranks = facts.module.partition(":")[0], facts.plan.num_ranks
-    nodes = f"--nproc-per-node {ranks}" if ranks <= A_NODE else f"--nnodes {-(-ranks // A_NODE)}"
+    nodes = f"--nproc-per-node {min(ranks, A_NODE)}"
+    if ranks > A_NODE:
+        nodes = f"--nnodes {-(-ranks // A_NODE)} {nodes}"
     version = ".".join(torch.__version__.split(".")[:2])
     lines = [
         f"Trains the model of {facts.module} with PyTorch {version}.",
@@ -740,7 +736,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _of_stage(facts: _Facts, names: Sequence[str]) -> str:
-    """Those of the names that a stage holds, as an expression."""
+    """Names that a stage holds, of these, as an expression."""
     if facts.pp == 1:
         return _listed(names)
     stem = names[0].rpartition(".")[0] + "."
