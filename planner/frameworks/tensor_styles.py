@@ -91,17 +91,30 @@ def _styles(plan: Plan, graph: Graph, *, whole: bool) -> Styles:
         for name in names:
             layouts = BlockLayouts(graph, table, blocks[name], plan.stages[k].tp)
             ends = name == names[-1]
-            follower = _Follower(layouts, assignments[k][name], at, leaves_stage=ends)
-            split = not whole and follower.followed()
-            otherwise = follower.differences(split=split)
-            if not split:
-                follower = _Follower(layouts, _whole(blocks[name]), at, leaves_stage=ends)
-                if not follower.followed():
-                    raise _NoStyles
+            planned = _Follower(layouts, assignments[k][name], at, leaves_stage=ends)
+            follower = planned
+            if whole or not follower.followed():
+                follower = _other(planned, at, whole=whole)
             styles.add(follower.styles)
-            styles.otherwise |= otherwise
+            styles.otherwise |= follower.differences(assignments[k][name])
             at |= {value: follower.at[value] for value in blocks[name].outputs}
     return styles
+
+
+def _other(planned: _Follower, at: Mapping[str, Placement], *, whole: bool) -> _Follower:
+    """A block followed in another way than the plan's: as Megatron splits layers, or whole. Raises
+    `_NoStyles`."""
+    ends = planned.leaves_stage
+    if is_layer(planned.block) and not whole:
+        follower = _Follower(
+            planned.layouts, planned.assignment, at, leaves_stage=ends, as_megatron=True
+        )
+        if follower.followed():
+            return follower
+    follower = _Follower(planned.layouts, _whole(planned.block), at, leaves_stage=ends)
+    if not follower.followed():
+        raise _NoStyles
+    return follower
 
 
 def _whole(block: Block) -> sharding.Assignment:
@@ -112,7 +125,8 @@ def _whole(block: Block) -> sharding.Assignment:
 
 
 class _Follower:
-    """A block, followed from the states `at` which its inputs come."""
+    """A block, followed from the states `at` which its inputs come; `as_megatron`: its products are
+    split by columns where their input is whole, and by rows where that is split so."""
 
     def __init__(
         self,
@@ -121,11 +135,12 @@ class _Follower:
         at: Mapping[str, Placement],
         *,
         leaves_stage: bool,
+        as_megatron: bool = False,
     ) -> None:
         self.layouts, self.assignment = layouts, assignment
         self.graph, self.block = layouts.graph, layouts.block
         self.at = {value: at.get(value, R) for value in self.block.inputs}
-        self.leaves_stage = leaves_stage
+        self.leaves_stage, self.as_megatron = leaves_stage, as_megatron
         self.styles = Styles()
         self.weights: dict[str, Placement] = {}  # as the styles split them
         self.in_parts: dict[str, int] = {}  # modules that run on a part of a dim
@@ -149,7 +164,7 @@ class _Follower:
         if not is_layer(self.block) or len(self.block.inputs) != 1:
             return
         (value,) = self.block.inputs
-        targets = {_plain(t) for t in self.layouts.targets(value, self.assignment.strategies)}
+        targets = set(self._targets(value))
         if len(targets) == 1 and (target := targets.pop()) != self.at[value]:
             self._put(self.block.name, _moved("Input", self.at[value], target))
             self.at[value] = target
@@ -171,10 +186,31 @@ class _Follower:
     # --- operators ---
 
     def _styled_or_local(self, op: Op) -> bool:
-        strategy = self.assignment.strategies[op.name]
+        strategy = self._strategy(op)
         if op.short in STYLED and self._splits_weight(op, strategy):
             return self._styled(op, strategy)
         return self._local(op, strategy)
+
+    def _strategy(self, op: Op) -> sharding.Strategy:
+        """The plan's strategy of an operator, or Megatron's."""
+        planned = self.assignment.strategies[op.name]
+        if not (self.as_megatron and op.short == "linear"):
+            return planned
+        x = self._at(op.operands[0])
+        last = len(self.graph.values[op.operands[0]].shape) - 1
+        split = Placement("S", 1 if x == Placement("S", last) else 0)
+        options = (o for o in self.layouts.options(op) if o.operands[1] == split)
+        return next(options, planned)
+
+    def _targets(self, value: str) -> list[Placement]:
+        """States in which the block's operators want a value."""
+        wanted = (
+            R
+            if self.as_megatron and op.short == "linear" and i == 0
+            else _plain(self.assignment.strategies[op.name].operands[i])
+            for op, i in self.layouts.readers.get(value, [])
+        )
+        return list(dict.fromkeys(wanted))
 
     def _splits_weight(self, op: Op, strategy: sharding.Strategy) -> bool:
         """Whether an operator is all of a module with a weight that a style can split."""
@@ -208,21 +244,26 @@ class _Follower:
             split = state.sharded and state.split == 1 and is_layer(self.block)
             self.at[value] = state if split else R
             if state.sharded and not split:
-                self.styles.otherwise[op.module] = (
-                    f"a sum into parts {state}",
-                    "what follows may read its shape",
-                    "summed whole, and split where layers begin",
-                )
+                self._noted_whole(op, state)
             return [f"output_layouts={_layout(state)}"] if split else []
         last = Placement("S", len(self.graph.values[value].shape) - 1)
-        targets = self.layouts.targets(value, self.assignment.strategies)
-        inside = value not in self.block.outputs and state == last and R not in map(_plain, targets)
+        inside = value not in self.block.outputs and (
+            self.as_megatron or (state == last and R not in self._targets(value))
+        )
         self.at[value] = last if inside else R
         if inside and self._reaches_split_loss(value):
             self.styles.split_logits = True
             return [LOCAL]
-        usual = last if op.short == "linear" else R
-        return [] if self.at[value] == usual else [f"output_layouts={_layout(self.at[value])}"]
+        if state.sharded and not self.at[value].sharded and not self.as_megatron:
+            self._noted_whole(op, state)
+        return [] if self.at[value] == last else [f"output_layouts={_layout(self.at[value])}"]
+
+    def _noted_whole(self, op: Op, state: Placement) -> None:
+        """Note that a result is whole where the plan leaves it in parts."""
+        if is_layer(self.block) or op.results[0] not in self.block.outputs:
+            return
+        why, instead = "what follows may read its shape", "whole, and split where layers begin"
+        self.styles.otherwise[op.module] = (f"a result in parts {state}", why, instead)
 
     def _reaches_split_loss(self, value: str) -> bool:
         """Whether a loss over split classes is made of the value."""
@@ -276,10 +317,12 @@ class _Follower:
         inside = any(f"{r.module}.".startswith(f"{op.module}.") for r, _ in readers)
         if op.module not in self.in_parts or inside or not self.at[value].sharded:
             return
-        targets = self.layouts.targets(value, self.assignment.strategies)
+        targets = self._targets(value)
         if targets and all(not target.sharded for target in targets):
+            whole = _Follower(self.layouts, self.assignment, {value: R}, leaves_stage=False)
+            whole.as_megatron = self.as_megatron
             styled = all(
-                r.short == "linear" and self._splits_weight(r, self.assignment.strategies[r.name])
+                r.short == "linear" and self._splits_weight(r, whole._strategy(r))
                 for r, _ in readers
             )
             style = _moved("Output", self.at[value], R, LOCAL if styled else "")
@@ -292,21 +335,26 @@ class _Follower:
 
     # --- differences ---
 
-    def differences(self, *, split: bool) -> dict[str, tuple[str, str, str]]:
-        """Modules whose weights, or else operators, the plan splits and the script doesn't, where
-        the block's styles are taken (`split`) or it runs whole."""
-        weights = self.weights if split else {}
-        found: dict[str, tuple[str, str, str]] = {}
+    def differences(self, planned: sharding.Assignment) -> dict[str, tuple[str, str, str]]:
+        """Modules that the plan splits otherwise: by their weights, as used and as stored, or else
+        by what their operators split."""
+        if self.as_megatron:
+            instead = "columns and rows of its products, as Megatron splits them"
+            return {self.block.name: ("the split", WHOLE[0], instead)}
+        found = {**self.styles.otherwise}
         for op in self.block.ops:
-            strategy = self.assignment.strategies[op.name]
+            strategy = planned.strategies[op.name]
             for value, state in zip(op.operands, strategy.operands, strict=True):
-                is_weight = state.sharded and value in self.graph.parameters
-                if is_weight and weights.get(value) != state:
-                    found[op.module or op.key] = (strategy.name, *WHOLE)
-        if found or split:
+                stored = planned.states.get(value, R) if value in self.graph.parameters else R
+                if state.sharded and value in self.graph.parameters:
+                    stored = state
+                if stored.sharded and self.weights.get(value) != stored:
+                    name = strategy.name if state.sharded else f"a part {stored} of the weight"
+                    found[op.module or op.key] = (name, *WHOLE)
+        split = [op for op in self.block.ops if planned.strategies[op.name].split_factor]
+        if found or planned is self.assignment:
             return found
-        taken = [op for op in self.block.ops if self.assignment.strategies[op.name].split_factor]
-        return {op.module or op.key: ("a split", *WHOLE) for op in taken}
+        return {op.module or op.key: ("a split", *WHOLE) for op in split}
 
 
 def _plain(state: Placement) -> Placement:

@@ -57,7 +57,7 @@ SEQUENCE = {
     "**.down_proj": "rowwise -> S(1)",
     "model.embed_tokens": "vocab -> S(1)",
 }
-SUMMED = ("a sum into parts S(1) of model.embed_tokens",)
+SUMMED = ("a result in parts S(1) of model.embed_tokens",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +107,18 @@ CASES = {
             "dp": 2, "tp": 2, "zero": 3, "shardings": WHOLE_RESIDUAL,
             "recompute": {"model.layers.*": "full"},
         },
+    ),
+    "as Megatron": Case(
+        model="llama",
+        given={
+            "dp": 1, "tp": 2,
+            "shardings": {
+                "model.embed_tokens": "hidden -> S(1)",
+                "model.layers.*.mlp.gate_proj": "colwise",
+                "model.layers.*.mlp.down_proj": "replicate",
+            },
+        },
+        lost=("the split of model.layers.*", "a result in parts S(1) of model.embed_tokens"),
     ),
     "fused projections": Case(
         model="gpt2",
