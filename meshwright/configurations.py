@@ -11,9 +11,10 @@ from meshwright.api import Arguments, Asked, asked
 from meshwright.arguments import check_types
 from meshwright.model import ParallelModel
 from meshwright.planner.decisions import DECISIONS
-from meshwright.planner.frameworks import Configuration, read_configuration
-from meshwright.planner.plan import Plan
+from meshwright.planner.frameworks import Configuration, Script, read_configuration, torch_script
+from meshwright.planner.plan import Plan, check_plan, graph_for
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import ArgumentError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,3 +116,26 @@ def arguments_of(said: Configuration) -> dict[str, Any]:
 def plan_from(path: str | Path, model: nn.Module, cluster: Cluster, **arguments: Any) -> Plan:
     """The plan of `configured`: `Plan.from_config`."""
     return configured(path, model, cluster, **arguments).result.plan
+
+
+def as_configuration(plan: Plan, software: str, *, optimizer: str | None = None) -> Exported:
+    """A plan as a configuration of another software, one of `FORMATS`, with what is lost in it and
+    the configuration that it is (`Exported.configuration`, which `configured` prices). Raises
+    `ConfigurationError`."""
+    kind = FORMATS.get(software)
+    if kind is None:
+        raise ArgumentError.refused("software", software, legal=FORMATS)
+    return exported(plan, kind, optimizer=optimizer)
+
+
+def as_script(
+    plan: Plan, model: nn.Module, cluster: Cluster, *, module: str, **arguments: Any
+) -> Script:
+    """A plan as one script of plain PyTorch, which takes the model from `module`, as
+    `"my_models:llama"`; `arguments` are those of `auto_parallelize`. Raises `ScriptError` for what
+    no script says, and as `auto_parallelize` does for a plan of another model."""
+    given = {"global_batch_size": plan.global_batch_size, "precision": plan.precision}
+    question = asked(model, cluster, Arguments(**{**given, **arguments}))
+    graph, factors = graph_for(plan, question.problem.graph, question.problem.factors)
+    check_plan(plan, graph, factors)
+    return torch_script(plan, graph, module=module)

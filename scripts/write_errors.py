@@ -44,6 +44,7 @@ from meshwright.costmodel.sharding import Placement
 from meshwright.executor.ranks import joining
 from meshwright.hf import Trainer
 from meshwright.planner.frameworks import read_configuration
+from meshwright.planner.frameworks.torch_script import torch_script
 from meshwright.planner.intra_op import solvers
 from meshwright.planner.operators import Operand, Program
 from meshwright.profiles.inputs import MeshwrightError
@@ -75,7 +76,7 @@ ENTRY = """
 # modules that define errors; the others are imported by these
 DEFINING = (
     "meshwright.planner.tracing.leaves.probe", "meshwright.executor.errors",
-    "meshwright.planner.frameworks", "meshwright.shell.commands.export",
+    "meshwright.planner.frameworks.torch_script", "meshwright.shell.commands.export",
 )  # fmt: skip
 
 
@@ -156,6 +157,13 @@ def too_large() -> None:
     small = replace(large, device=replace(large.device, memory_bytes=4 * 2**30))
     plan = planned(model, cluster=large, loss_fn=summed).plan
     planned(model, cluster=small, loss_fn=summed, plan=plan)
+
+
+def unscripted() -> None:
+    """The script of a plan that splits the sequence."""
+    result = planned()
+    plan = replace(result.plan, stages=(replace(result.plan.stages[0], cp=2),))
+    torch_script(plan, result._problem.graph, module="my_models:net")
 
 
 def measurement() -> None:
@@ -257,6 +265,7 @@ EXAMPLES: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "MW113": lambda: read_configuration(
             file("ds_config.json", '{"train_batch_size": 8, "zero_optimization": {"stge": 3}}'), 8
         ),
+        "MW114": unscripted,
         "MW121": lambda: perform(
             ["profile", "--cluster", "dgx-h100", "--import", file("mine.csv", "collective,ranks\n")]
         ),

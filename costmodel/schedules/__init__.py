@@ -32,5 +32,6 @@ from meshwright.costmodel.schedules.table import (
     Pipeline,
     Schedule,
     ScheduleError,
+    compute_orders,
     stages_of_devices,
 )

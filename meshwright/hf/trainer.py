@@ -510,7 +510,7 @@ def checked_resume(asked: Any, folder: Path, *, saves: bool) -> bool | Path:
             raise TrainerError(
                 f": No valid checkpoint found in output directory ({folder})",
                 place=place,
-                legal="True where there is a step-<n> in output_dir",
+                legal="True where output_dir has a checkpoint, as step-00000004",
                 way_out="leave it out to begin a run",
             )
         return True if saves else KeptCheckpoints(folder=folder, keep=1).path(steps[-1])
@@ -519,7 +519,7 @@ def checked_resume(asked: Any, folder: Path, *, saves: bool) -> bool | Path:
         raise TrainerError(
             f": Can't find a valid checkpoint at {path}",
             place=place,
-            legal="True, or the path of a checkpoint step-<n>",
+            legal="True, or the path of a checkpoint, as output_dir/step-00000004",
             way_out="train(resume_from_checkpoint=True) goes on from the newest in output_dir",
         )
     return path

@@ -176,6 +176,9 @@ class Loop:
             ended = self._run(requests)
             self.result.settle()
             self.result.monitor.close()
+        except KeyboardInterrupt:
+            self._say_interrupted()
+            raise
         finally:
             for logger in self.loggers:
                 self.result.monitor.forget(logger)
@@ -186,6 +189,15 @@ class Loop:
         if ended == SIGNAL:
             requests.await_signal()
         return ended
+
+    def _say_interrupted(self) -> None:
+        if self.saves is None or launch.rank() != 0:
+            return
+        kept, step = self.saves.checkpoints, self.progress.step
+        newest = (
+            f"goes on from {kept.path(self.saved_step).name}" if self.saved_step else "begins anew"
+        )
+        log.warning("interrupted after step %d: a run in %s %s", step, kept.folder, newest)
 
     def _resume(self) -> None:
         """Go on from a checkpoint, if there is one."""

@@ -33,6 +33,22 @@ class ConfigurationError(MeshwrightError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A decision that a software can't say: its value, why, and what is written instead. Without
+    one that `frees` memory a plan may not fit."""
+
+    what: str
+    value: str = ""
+    why: str
+    instead: str
+    frees: bool = False
+
+    def __str__(self) -> str:
+        said = f"{self.what}={self.value}" if self.value else self.what
+        return f"{said}: {self.why}; instead {self.instead}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Correspondence:
     """Keys of a format that say values of `names`: `read` takes what a file says of the keys, with
     what is `left_out` in it as the software takes that, and gives values; `write` gives keys."""

@@ -6,30 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.frameworks.configuration import Configuration, Shares, layers_of
-from meshwright.planner.frameworks.correspondence import ConfigurationError, Format
+from meshwright.planner.frameworks.correspondence import ConfigurationError, Format, Lost
 from meshwright.planner.frameworks.formats import configuration_of
 from meshwright.planner.plan import Plan, StagePlan, pipelines, placement_of
 
 WHOLE = "full"  # what stands for a policy that a software has not: it keeps the least
 MISSING = "it has no key for it"
 OTHER = "it has other values alone"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A decision that the software can't say: its value, why, and what is written instead."""
-
-    what: str
-    value: str
-    why: str
-    instead: str
-
-    def __str__(self) -> str:
-        return f"{self.what}={self.value}: {self.why}; instead {self.instead}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +56,16 @@ def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Expor
         if _same(name, ours, theirs, values):
             continue
         why = OTHER if name in kind.names else MISSING
-        lost.append(Lost(what=name, value=str(ours), why=why, instead=str(theirs)))
+        lost.append(_lost(what=name, value=str(ours), why=why, instead=str(theirs)))
     shares, counts = again.values.get("layers"), values["layers"]
     if isinstance(shares, Shares):
         shares = shares.counts(sum(counts), len(counts))
     if values["pp"] > 1 and shares != counts:
         why = OTHER if "layers" in kind.names else MISSING
-        lost.append(Lost(what="layers", value=str(counts), why=why, instead=str(shares)))
+        lost.append(_lost(what="layers", value=str(counts), why=why, instead=str(shares)))
     if values["precision"] != (theirs := again.values.get("precision")):
         lost.append(
-            Lost(what="precision", value=values["precision"], why=OTHER, instead=str(theirs))
+            _lost(what="precision", value=values["precision"], why=OTHER, instead=str(theirs))
         )
     splits = {pattern: how for stage in plan.stages for pattern, how in stage.shardings.items()}
     if splits:
@@ -95,6 +83,9 @@ def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Expor
     )  # fmt: skip
 
 
+_lost = partial(Lost, frees=True)
+
+
 def _fold(values: dict[str, Any], kind: Format, lost: list[Lost]) -> None:
     """Axes that the software has not become data parallelism, of as many rows at once."""
     for axis in ("pp", "cp", "tp"):
@@ -102,7 +93,7 @@ def _fold(values: dict[str, Any], kind: Format, lost: list[Lost]) -> None:
         if degree == 1 or axis in kind.names:
             continue
         dp = values["dp"] * degree
-        lost.append(Lost(what=axis, value=str(degree), why=MISSING, instead=f"1, with dp={dp}"))
+        lost.append(_lost(what=axis, value=str(degree), why=MISSING, instead=f"1, with dp={dp}"))
         values.update({axis: 1, "dp": dp})
         if axis == "pp":
             values["virtual_stages"] = 1
@@ -160,7 +151,7 @@ def values_of(plan: Plan, kind: Format) -> tuple[dict[str, Any], list[Lost]]:
         if any(other != value for other in each):
             said = ", ".join(dict.fromkeys(map(str, each)))
             why = "all stages have the same there"
-            lost.append(Lost(what=name, value=f"{said} by stage", why=why, instead=str(value)))
+            lost.append(_lost(what=name, value=f"{said} by stage", why=why, instead=str(value)))
     return values, lost
 
 
@@ -187,14 +178,14 @@ def _policy(chain: Sequence[StagePlan], layers: set[str], kind: Format, lost: li
         if min(counts) < most:
             why = "each stage has the same number there"
             lost.append(
-                Lost(what="recompute", value=said, why=why, instead=f"{WHOLE} of {most} a stage")
+                _lost(what="recompute", value=said, why=why, instead=f"{WHOLE} of {most} a stage")
             )
         return WHOLE, most
     return _rounded(said, lost)
 
 
 def _rounded(said: str, lost: list[Lost]) -> str:
-    lost.append(Lost(what="recompute", value=said, why=OTHER, instead=f"{WHOLE} of all layers"))
+    lost.append(_lost(what="recompute", value=said, why=OTHER, instead=f"{WHOLE} of all layers"))
     return WHOLE
 
 

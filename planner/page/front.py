@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 
 from meshwright.costmodel.intervals import SURE
+from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.page.cells import (
     REHEARSED,
     Cell,
@@ -52,10 +53,20 @@ def sentence(data: Row) -> str:
     MFU, whether it fits."""
     summary = data["summary"]
     return (
-        f"{model_words(data)} on {device_words(data)}: {_layout(data)}; "
+        f"{model_words(data)} on {device_words(data)}: {_layout(data)}{_of_blocks(data)}; "
         f"{seconds(summary['step_time_s'])} a step, {percent(summary['mfu'])} MFU, "
         f"{fits_words(summary)}"
     )
+
+
+def _of_blocks(data: Row) -> str:
+    """Decisions about blocks: full recompute of some blocks."""
+    lines = []
+    for name, decision in DECISIONS.items():
+        if decision.acts == "block" and decision.line:
+            words = {word for stage in data["stages"] for word in stage[name].split()}
+            lines.append(decision.line([value for value in decision.legal if value in words]))
+    return "".join(f", {line}" for line in lines if line)
 
 
 def model_words(data: Row) -> str:
@@ -333,9 +344,9 @@ def launch_line(
 ) -> str:
     """The command that trains by a plan file; on several nodes HOST is the first one's name, NODE
     the number of the one that it runs on."""
-    where = "--node-rank $NODE --master-addr $HOST --master-port 29500 "
-    far = f"--nnodes {nodes} {where}" if nodes > 1 else ""
-    return f"torchrun {far}--nproc-per-node {each} -m meshwright " + _run(
+    where = "--node-rank $NODE --master-addr $HOST --master-port 29500"
+    how = f"--nnodes {nodes} {where}" if nodes > 1 else "--standalone"
+    return f"torchrun {how} --nproc-per-node {each} -m meshwright " + _run(
         module, cluster, batch, precision, plan
     )
 

@@ -35,12 +35,12 @@ planner.inter_op
 planner.pricing
 planner.stages
 planner.overrides planner.page
-planner.frameworks
 planner.report
 planner.drafts
 planner.bounds
 planner.search
 planner.alternatives
+planner.frameworks
 executor
 executor.backward
 executor.resharding

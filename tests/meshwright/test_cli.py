@@ -460,4 +460,4 @@ def test_run_takes_a_plan_and_speaks_plainly(capsys: Captured) -> None:
 
 def test_run_without_ranks_says_how_to_launch(capsys: Captured) -> None:
     err = failed(capsys, ["run", *FOUR[1:], "--steps", "2"])
-    assert "torchrun --nproc-per-node 8" in err and "-m meshwright run" in err
+    assert "torchrun --standalone --nproc-per-node 8" in err and "-m meshwright run" in err

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, Plan
-from meshwright.configurations import configured
+from meshwright import Cluster, MeshwrightError, Plan
+from meshwright.configurations import as_configuration, configured
 from meshwright.planner.frameworks import ConfigurationError
 from tests.meshwright.commands import Captured, failed, printed
 
@@ -163,3 +163,20 @@ def test_mistakes_are_named(capsys: Captured) -> None:
     assert "zero beside it=1; legal: recompute" in err
     err = failed(capsys, ["fit", "layered:net", *ON])
     assert "--batch" in err and "rows per optimizer step" in err
+
+
+def test_a_script_of_plain_torch_is_written(capsys: Captured) -> None:
+    search = ["plan", "layered:net", "--cluster", "local:2", "--no-profile", "--batch", "8"]
+    printed(capsys, *search, "--dp", "2", "--zero", "3", "-o", "p.json")
+    to = ["export", "p.json", "layered:net", "--cluster", "local:2", "--to", "torch", "-o", "out"]
+    assert "out/train.py" in printed(capsys, *to)
+    script = Path("out/train.py").read_text()
+    assert "fully_shard(" in script and "from layered import net as build" in script
+    compile(script, "train.py", "exec")
+    err = failed(capsys, ["export", "p.json", "--to", "torch"])
+    assert "the model" in err and "module:function" in err
+
+
+def test_an_unknown_software_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match=r"software='caffe'; legal: deepspeed, accelerate"):
+        as_configuration(Plan.from_config("m.args", *_net(), **_given()), "caffe")

@@ -17,6 +17,7 @@ from scripts.fuzzing.pool import Family, UserBug, rng_of, run_cases
 from tests.helpers.tiers import tiered
 
 FEW, MANY = 120, 350
+ENOUGH = 7  # cases of a family: in fewer, all may be drawn well-formed
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,9 @@ def test_malformed_inputs_are_refused_in_full(cases: int) -> None:
     for family in FAMILIES:
         if family.name == "cache":  # read within limits, or moved aside: never an error
             continue
-        kinds = {outcome.kind for outcome in found if outcome.family == family.name}
-        assert "refused" in kinds, f"no case of {family.name} is wrong\n{table(found)}"
+        kinds = [outcome.kind for outcome in found if outcome.family == family.name]
+        said = f"no case of {family.name} is wrong\n{table(found)}"
+        assert "refused" in kinds or len(kinds) < ENOUGH, said
     assert {o.family for o in found if o.kind == "accepted"} >= {"plan", "overrides", "model"}
 
 

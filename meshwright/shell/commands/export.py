@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from meshwright.planner.plan import InfeasibleError, Plan, describe, seconds, sl
 from meshwright.profiles.inputs import MeshwrightError, write_text
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import arguments_of
-from meshwright.shell.named import cluster_named
+from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.progress import progress_shown
 from meshwright.shell.terminal import Answer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.planner.pricing import Prediction
 
 LIST = "export.txt"
+TORCH, SCRIPT = "torch", "train.py"
 
 
 class LossError(MeshwrightError):
@@ -36,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", help="plan file")
     flags.add_model(parser, optional=True)
     flags.add_prices(parser)
-    parser.add_argument("--to", choices=tuple(FORMATS), required=True, help="the software")
+    parser.add_argument(
+        "--to",
+        choices=(*FORMATS, TORCH),
+        required=True,
+        help="the software, or a script of plain PyTorch",
+    )
     parser.add_argument("-o", "--folder", default=".", help="folder to write to (default .)")
     parser.add_argument(
         "--lossy", action="store_true", help="write it, whatever is lost and whether it fits or not"
@@ -51,9 +57,10 @@ class Written:
 
     format: str
     version: str
-    files: tuple[str, ...]
     lost: tuple[Lost, ...]
-    script: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+    unpriced: bool = False
     step_time_s: float | None = None
     written_step_time_s: float | None = None
     written: str = ""
@@ -74,7 +81,7 @@ class Written:
                 more = slower(self.written_step_time_s / self.step_time_s - 1)
                 said += f" ({more}; as planned {seconds(self.step_time_s)})"
             lines.append(f"{said}, {self.fits}.")
-        else:
+        elif self.unpriced:
             lines.append(
                 "Not priced again: name the model, its --cluster and its --batch for that."
             )
@@ -82,31 +89,63 @@ class Written:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    plan, kind = Plan.load(args.plan), FORMATS[args.to]
+    plan = Plan.load(args.plan)
+    written = _script(args, plan) if args.to == TORCH else _configuration(args, plan)
+    return Answer(data=written.as_dict, text=lambda: str(written))
+
+
+def _script(args: argparse.Namespace, plan: Plan) -> Written:
+    """A script of plain PyTorch."""
+    import torch
+
+    from meshwright.configurations import as_script
+
+    if args.model is None:
+        raise CommandError(
+            "is missing", place="the model", legal="module:function, whose modules a script names"
+        )
+    model, arguments = arguments_of(args)
+    keywords = {name: arguments[name] for name in ("example_inputs", "loss_fn")}
+    with progress_shown():
+        script = as_script(plan, model, cluster_named(args.cluster), module=args.model, **keywords)
+    check_lost(script.cannot_express, args.lossy)
+    lost, version = script.cannot_express, torch.__version__
+    return _kept(args, SCRIPT, script.text, Written(format=TORCH, version=version, lost=lost))
+
+
+def _configuration(args: argparse.Namespace, plan: Plan) -> Written:
+    """A configuration, priced again where there is a model."""
+    kind = FORMATS[args.to]
     made = exported(plan, kind, optimizer=args.optimizer)
     if args.model is None:
         check_lost(made.lost, args.lossy)
         planned = written = None
     else:
         planned, written = _priced(args, plan, made)
-    folder = Path(args.folder)
-    folder.mkdir(parents=True, exist_ok=True)
     answer = Written(
         format=kind.name,
         version=kind.version,
-        files=(str(folder / made.file), str(folder / LIST)),
         lost=made.lost,
         script=made.script,
+        unpriced=args.model is None,
         **_prices(planned, written),
     )
-    write_text(folder / made.file, made.text, "--folder")
-    write_text(folder / LIST, f"{answer}\n", "--folder")
-    return Answer(data=answer.as_dict, text=lambda: str(answer))
+    return _kept(args, made.file, made.text, answer)
+
+
+def _kept(args: argparse.Namespace, name: str, text: str, written: Written) -> Written:
+    """The answer, with the files that are written."""
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = replace(written, files=(str(folder / name), str(folder / LIST)))
+    write_text(folder / name, text, "--folder")
+    write_text(folder / LIST, f"{written}\n", "--folder")
+    return written
 
 
 def check_lost(lost: Sequence[Lost], lossy: bool) -> None:
     """Raise where something is lost that memory depends on, which no model shows to fit."""
-    of_memory = [each for each in lost if each.what != "shardings"]
+    of_memory = [each for each in lost if each.frees]
     if of_memory and not lossy:
         raise LossError(
             f"can't be said: {'; '.join(map(str, of_memory))}",

@@ -53,14 +53,16 @@ def _check(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The verdict and its probability, with the fullest device's bytes, their 80 % interval and its
-    memory; without a plan None. `batch_at_once` is the largest batch that fits as one micro-batch,
+    """The verdict and its probability, with the plan's seconds, the fullest device's bytes, their
+    80 % interval and its memory; without a plan None. `batch_at_once` is the largest batch that
+    fits as one micro-batch,
     `sequence` the longest; 0 where none does, None where there is nothing to vary. `why` nothing
     fits, in full; `helps` is what would."""
 
     verdict: str
     probability: float = 0.0
     plan: str | None = None
+    step_time_s: float | None = None
     peak_bytes: float | None = None
     interval_bytes: tuple[float, float] | None = None
     memory_bytes: float
@@ -88,13 +90,13 @@ class Fit:
         return "\n".join(lines)
 
     def _verdict(self) -> list[str]:
-        if self.peak_bytes is None or self.interval_bytes is None:
+        if self.peak_bytes is None or self.interval_bytes is None or self.step_time_s is None:
             return [f"{self.verdict}: {self.why.partition(' Way out: ')[0]}"]
         low, high = map(sized, self.interval_bytes)
         return [
             f"{self.verdict}: {self.probability:.0%}; {sized(self.peak_bytes)} of "
             f"{sized(self.memory_bytes)} on the fullest device, 80 % interval {low} to {high}",
-            f"  plan: {self.plan}",
+            f"  plan: {self.plan}; {seconds(self.step_time_s)} a step",
         ]
 
     def _batch(self) -> str:
@@ -134,6 +136,7 @@ def fit(search: Search) -> Fit:
         verdict=verdict,
         probability=prediction.memory_probability(problem.cluster),
         plan=describe(best.plan),
+        step_time_s=prediction.step_time_s,
         peak_bytes=prediction.fullest_bytes,
         interval_bytes=prediction.memory_interval_bytes,
         helps=() if verdict == FITS else (_surer(Answers(search=search, result=found)),),

@@ -454,7 +454,9 @@ def planned_by(groups: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "memory_probability": 0.971, "memory_bytes": 80 * 2**30,
     }  # fmt: skip
     groups = [row | {"stages": [k]} for k, row in enumerate(groups)]
-    stages = [{"zero": 0, "blocks": [f"layers.{k}"]} for k in range(len(groups))]
+    stages = [
+        {"zero": 0, "recompute": "none", "blocks": [f"layers.{k}"]} for k in range(len(groups))
+    ]
     made = {"model": "Llama-3-70B"}
     found = {"made": made, "cluster": cluster, "summary": summary, "stages": stages}
     return {**found, "device_groups": groups, **more}
@@ -489,12 +491,12 @@ def test_layouts_are_said_in_words(groups: list[dict[str, Any]], says: str) -> N
 def test_unknown_names_and_other_devices_are_said() -> None:
     cluster = {"device": "local-cpu", "num_nodes": 1, "devices_per_node": 2}
     data = planned_by([group("0-1", dp=2)], made={}, cluster=cluster)
-    data["stages"][0]["zero"] = 3
+    data["stages"][0] |= {"zero": 3, "recompute": "6 full 2 none"}
     data["summary"] |= {"memory_verdict": "does not fit", "memory_probability": 0.004}
     assert front.sentence(data) == (
         "A model of 70.6 B parameters on 2 CPU processes: 2 replicas that share out weights, "
-        "gradients and the optimizer's states; 24.1 s a step, 39 % MFU, does not fit: room is "
-        "enough with 0 %"
+        "gradients and the optimizer's states, full recompute of some blocks; 24.1 s a step, "
+        "39 % MFU, does not fit: room is enough with 0 %"
     )
     data["made"] = {"model": "Net"}
     assert front.sentence(data).startswith("Net (70.6 B parameters) on")
