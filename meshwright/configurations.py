@@ -11,7 +11,14 @@ from meshwright.api import Arguments, Asked, asked
 from meshwright.arguments import check_types
 from meshwright.model import ParallelModel
 from meshwright.planner.decisions import DECISIONS
-from meshwright.planner.frameworks import Configuration, Script, read_configuration, torch_script
+from meshwright.planner.frameworks import (
+    FORMATS,
+    Configuration,
+    Exported,
+    exported,
+    read_configuration,
+)
+from meshwright.planner.frameworks.torch_script import Script, torch_script
 from meshwright.planner.plan import Plan, check_plan, graph_for
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import ArgumentError

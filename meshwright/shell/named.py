@@ -13,12 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshwright.profiles.inputs import FileError, MeshwrightError, UnwritableError, read_json, shown
+from meshwright.profiles.inputs import (
+    FileError,
+    MeshwrightError,
+    NotInstalledError,
+    UnwritableError,
+    read_json,
+    shown,
+)
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from meshwright.profiles.cluster import Cluster
 
+HF, CONFIG = "hf:", "config.json"
+EXAMPLE_ROWS, MOST_POSITIONS = 8, 4096
 MISSING = "the following arguments are required: "  # argparse's words
 RETURNED = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
 
@@ -133,12 +144,14 @@ def cluster_named(text: str) -> Cluster:
 
 
 def model_named(text: str) -> tuple[Any, ...]:
-    """(model, example_inputs[, loss_fn]) from `module:function`. Raises `MeshwrightError`, and
-    `UserCodeError` where the module or the function raises."""
+    """(model, example_inputs[, loss_fn]) from `module:function`, or from `hf:CONFIG[:POSITIONS]`.
+    Raises `MeshwrightError`, and `UserCodeError` where the module or the function raises."""
+    if text.startswith(HF):
+        return _of_transformers(text.removeprefix(HF))
     place = f"model {shown(text)}"
     module, colon, function = text.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", module) or not colon:
-        legal = "module:function, e.g. my_models:gpt2"
+        legal = "module:function, e.g. my_models:gpt2, or hf:CONFIG of transformers"
         raise CommandError("names no function", place=place, legal=legal)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -172,6 +185,70 @@ def model_named(text: str) -> tuple[Any, ...]:
         what = f"returned a {type(returned).__name__}"
         raise CommandError(what, place=place, legal=RETURNED)
     return returned
+
+
+def model_of_config(config: Path, place: str) -> nn.Module:
+    """The model that a config of transformers describes, a file or its folder, on meta. Raises
+    `MeshwrightError` where there is none of its class."""
+    import torch
+
+    file = config / CONFIG if config.is_dir() else config
+    entries = read_json(file)
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise NotInstalledError(
+            error, place=place, legal="with transformers installed", way_out="give module:function"
+        ) from error
+    names = entries.get("architectures") if isinstance(entries, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CommandError(
+            f"has architectures {shown(names)}",
+            place=place,
+            legal="the name of a class of transformers",
+            way_out="give the model as module:function",
+        )
+    architecture: Any = kind
+    with torch.device("meta"):
+        model: nn.Module = architecture(architecture.config_class.from_json_file(str(file)))
+    return model
+
+
+def _of_transformers(text: str) -> tuple[Any, ...]:
+    """A causal language model of a config that is here, and tokens of so many positions."""
+    import torch
+
+    name, _, length = text.partition(":")
+    if length and not re.fullmatch("[1-9][0-9]{0,8}", length):
+        legal = f"hf:CONFIG or hf:CONFIG:POSITIONS, e.g. hf:configs/qwen3:{MOST_POSITIONS}"
+        raise CommandError(f" {shown(length)}", place=f"model hf:{name}", legal=legal)
+    config = Path(name)
+    if not config.exists():
+        config = _cached(name) or config
+    model: Any = model_of_config(config, f"model hf:{name}")
+    positions = getattr(model.config, "max_position_embeddings", None) or MOST_POSITIONS
+    if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
+        raise CommandError(
+            f" is a {type(model).__name__}",
+            place=f"model hf:{name}",
+            legal="a causal language model, whose batch is tokens alone",
+            way_out="give module:function, which returns the model and a batch",
+        )
+    shape = EXAMPLE_ROWS, int(length) if length else min(positions, MOST_POSITIONS)
+    tokens = torch.zeros(shape, dtype=torch.long, device="meta")
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _cached(name: str) -> Path | None:
+    """The config of a model that was downloaded before; nothing is downloaded."""
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        found = hub.try_to_load_from_cache(name, CONFIG)
+    except (ImportError, ValueError):
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _of_user(error: Exception, place: str, legal: str) -> UserCodeError:

@@ -7,4 +7,3 @@ from meshwright.planner.frameworks.configuration import Configuration
 from meshwright.planner.frameworks.correspondence import ConfigurationError, Format, Lost
 from meshwright.planner.frameworks.exporting import Exported, exported
 from meshwright.planner.frameworks.formats import FORMATS, configuration_of, read_configuration
-from meshwright.planner.frameworks.torch_script import Script, ScriptError, torch_script

@@ -180,3 +180,21 @@ def test_a_script_of_plain_torch_is_written(capsys: Captured) -> None:
 def test_an_unknown_software_is_refused() -> None:
     with pytest.raises(MeshwrightError, match=r"software='caffe'; legal: deepspeed, accelerate"):
         as_configuration(Plan.from_config("m.args", *_net(), **_given()), "caffe")
+
+
+def test_a_config_of_transformers_is_a_model(capsys: Captured) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256,
+              "max_position_embeddings": 128}  # fmt: skip
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps(config))
+    text = printed(capsys, "price", "hf:small:64", "--from", "ds.json", *ON)
+    assert text.startswith("Llama, ") and "64 tokens" not in text
+    assert "ds.json: dp8, 2 micro-batches of 32 rows, ZeRO-3" in text
+    err = failed(capsys, ["price", "hf:none/such", "--from", "ds.json", *ON])
+    assert "none/such" in err
+    Path("small/config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    err = failed(capsys, ["price", "hf:small", "--from", "ds.json", *ON])
+    assert "is a BertModel; legal: a causal language model" in err
+    err = failed(capsys, ["price", "hf:small:many", "--from", "ds.json", *ON])
+    assert "hf:CONFIG:POSITIONS" in err

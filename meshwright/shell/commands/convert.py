@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from meshwright.profiles.inputs import NotInstalledError, read_json, shown
-from meshwright.shell.named import CommandError, model_named
+from meshwright.profiles.inputs import shown
+from meshwright.shell.named import CommandError, model_named, model_of_config
 from meshwright.shell.terminal import Answer
 
-if TYPE_CHECKING:
-    from torch import nn
-
 DTYPES = ("float32", "bfloat16", "float16")
-CONFIG = "config.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +39,11 @@ def run(args: argparse.Namespace) -> Answer:
             legal="with --to hf",
             way_out="leave them out",
         )
-    model = model_named(args.model)[0] if args.model else _model_of(Path(args.config))
+    model = (
+        model_named(args.model)[0]
+        if args.model
+        else model_of_config(Path(args.config), f"--config {shown(args.config)}")
+    )
     if args.to == "hf":
         converted = to_pretrained_files(
             args.source,
@@ -61,32 +59,3 @@ def run(args: argparse.Namespace) -> Answer:
     megabytes = f"{converted.bytes / 1e6:,.1f} MB"
     text = f"{converted.tensors} tensors, {megabytes} in {files}, written to {args.folder}"
     return Answer(data=lambda: asdict(converted), text=lambda: text)
-
-
-def _model_of(config: Path) -> nn.Module:
-    """The model that a config of transformers describes, on meta. Raises `MeshwrightError` where
-    there is none of its class."""
-    import torch
-
-    file = config / CONFIG if config.is_dir() else config
-    entries, place = read_json(file), f"--config {shown(str(config))}"
-    try:
-        transformers = import_module("transformers")
-    except ImportError as error:
-        raise NotInstalledError(
-            error, place=place, legal="with transformers installed", way_out="give --model"
-        ) from error
-    names = entries.get("architectures") if isinstance(entries, dict) else None
-    name = names[0] if isinstance(names, list) and names else None
-    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise CommandError(
-            f"has architectures {shown(names)}",
-            place=place,
-            legal="the name of a class of transformers",
-            way_out="give the model by --model module:function",
-        )
-    architecture: Any = kind
-    with torch.device("meta"):
-        model: nn.Module = architecture(architecture.config_class.from_json_file(str(file)))
-    return model

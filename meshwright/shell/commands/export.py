@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.frameworks import FORMATS, Exported, Lost, exported
+from meshwright.planner.frameworks import FORMATS, Exported, Lost
 from meshwright.planner.plan import InfeasibleError, Plan, describe, seconds, slower
 from meshwright.profiles.inputs import MeshwrightError, write_text
 from meshwright.shell.commands import flags
@@ -115,16 +115,17 @@ def _script(args: argparse.Namespace, plan: Plan) -> Written:
 
 def _configuration(args: argparse.Namespace, plan: Plan) -> Written:
     """A configuration, priced again where there is a model."""
-    kind = FORMATS[args.to]
-    made = exported(plan, kind, optimizer=args.optimizer)
+    from meshwright.configurations import as_configuration
+
+    made = as_configuration(plan, args.to, optimizer=args.optimizer)
     if args.model is None:
         check_lost(made.lost, args.lossy)
         planned = written = None
     else:
         planned, written = _priced(args, plan, made)
     answer = Written(
-        format=kind.name,
-        version=kind.version,
+        format=made.format,
+        version=made.version,
         lost=made.lost,
         script=made.script,
         unpriced=args.model is None,

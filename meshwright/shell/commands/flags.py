@@ -30,7 +30,7 @@ def add_model(
     parser.add_argument(
         "model",
         nargs="?" if optional else None,
-        help="module:function returning (model, example_inputs[, loss_fn])",
+        help="module:function returning (model, example_inputs[, loss_fn]), or hf:CONFIG",
     )
     parser.add_argument(
         "--cluster",
