@@ -43,6 +43,7 @@ class Configured:
             f"{values['microbatch_size']} × num_microbatches={values['num_microbatches']} × "
             f"dp={values['dp']}; prices of target {said.target!r}"
         ]
+        notes += said.habits
         if said.left:
             notes.append(f"left to be filled in, taken from the rest: {', '.join(said.left)}")
         for name, how in said.taken.items():

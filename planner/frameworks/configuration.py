@@ -29,7 +29,8 @@ class Configuration:
     """A file of a `format`, for so many devices: its `values` of decisions and of a run, whole;
     the name of the software's `target`; keys that are `idle`, without a bearing on a plan,
     and those that are `left` to be filled in ("auto"); decisions of the user's script that are
-    `taken` as not made, with the way in which it says them."""
+    `taken` as not made, with the way in which it says them; `habits` of the software, which change
+    numbers."""
 
     place: str
     format: str
@@ -38,6 +39,7 @@ class Configuration:
     idle: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     taken: Mapping[str, str] = field(default_factory=dict)
+    habits: tuple[str, ...] = ()
 
     def overrides(self, graph: Graph) -> Overrides:
         """Overrides that pin what the configuration says, and rule out what it says nothing of.

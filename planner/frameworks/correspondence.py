@@ -114,6 +114,7 @@ class Format:
     `target` gives the name of the software model for values; `file` is what such a file is called.
 
     `by_script`: decisions that no key says, but the user's script, with the way in which it does.
+    `habits`: what the software does by itself, and `train_step` doesn't.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Format:
     recognises: Callable[[Found], bool]
     target: Callable[[Values], str]
     by_script: Found = field(default_factory=dict)
+    habits: Callable[[Found], tuple[str, ...]] = lambda found: ()
 
     @property
     def names(self) -> set[str]:

@@ -170,6 +170,12 @@ def _ulysses(found: Found) -> Values:
     return {"cp": size, "cp_kind": "ulysses"} if size > 1 else {"cp": 1}
 
 
+def _habits(found: Found) -> tuple[str, ...]:
+    if "gradient_clipping" in found:
+        return ()
+    return ("DeepSpeed clips gradients at norm 1.0 where nothing is said: train with it, too",)
+
+
 def target_of(values: Values) -> str:
     """Host offload is priced as `train_step`'s, of which alone there are measurements."""
     return "eager" if values.get("offload") else "deepspeed"
@@ -218,5 +224,6 @@ DEEPSPEED = Format(
         for key in found
     ),
     target=target_of,
+    habits=_habits,
     by_script={"recompute": "model.gradient_checkpointing_enable() for full"},
 )  # fmt: skip

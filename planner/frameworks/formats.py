@@ -101,5 +101,6 @@ def configuration_of(
         target=kind.target(values),
         idle=tuple(idle),
         left=tuple(left),
+        habits=kind.habits(found),
         taken={n: how for n, how in kind.by_script.items() if n not in values},
     )

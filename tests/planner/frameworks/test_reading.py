@@ -135,7 +135,10 @@ def test_what_has_no_bearing_is_named(tmp_path: Path) -> None:
     config = DEEPSPEED | {"train_batch_size": "auto", "gradient_clipping": 1.0}
     found = read_configuration(written(tmp_path, "ds.json", config), 8)
     assert found.left == ("train_batch_size",)
-    assert "gradient_clipping" in found.idle and "recompute" in found.taken
+    assert "gradient_clipping" in found.idle and "recompute" in found.taken and not found.habits
+    plain = read_configuration(written(tmp_path, "ds.json", DEEPSPEED), 8)
+    assert "clips gradients at norm 1.0" in plain.habits[0]
+    found = read_configuration(written(tmp_path, "ds.json", config), 8)
     run_again = {"recompute": "full"}
     found = read_configuration(written(tmp_path, "ds.json", config), 8, script=run_again)
     assert found.values["recompute"] == "full" and not found.taken
