@@ -45,6 +45,9 @@ _ZERO_PP = ("hpz", "quantized")
 # stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's
 _USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", *_ZERO_PP)
 
+# recompute by operator is ours; torchtitan's selective one is "alternate"
+_BY_OPERATOR = ("selective", "pointwise", "widening", "products", "segments")
+
 # What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
 # (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward
 # (block_weights.py); ZeRO-3 is FSDP2 by block with its prefetch (zero3.py), which reduces among
@@ -142,7 +145,7 @@ TORCHTITAN = replace(
     name="torchtitan",
     gradient_bytes=4,
     overlap_passes=True,
-    excludes=("zero-1", "zb_h1", "zb_h2", *_USUAL),
+    excludes=("zero-1", "zb_h1", "zb_h2", *_USUAL, *_BY_OPERATOR),
     zeros_with_tensor=(2, 3),
     zeros_with_pipeline=(0, 2, 3),
 )
@@ -171,7 +174,7 @@ DEEPSPEED = Target(
     overlap_parameters=True,
     excludes=(
         "dp_shard", "gpipe", "eager_1f1b", "interleaved_1f1b", "unequal_meshes", *_ZERO_BUBBLE,
-        *_TWO_COPIES,
+        *_TWO_COPIES, *_BY_OPERATOR, "alternate",
     ),
     zeros_with_tensor=(0, 1, 2),
     zeros_with_pipeline=(0, 1),
@@ -195,7 +198,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         target.name: target
         for target in (
             EAGER, COMPILED, MEGATRON, MEGATRON_MOE, MEGATRON_DEEPEP, MEGATRON_LM, DEEPSPEED,
-            DEEPSPEED_2021, FSDP,            FSDP_COMPILED, TORCHTITAN, ALPA,
+            DEEPSPEED_2021, FSDP, FSDP_COMPILED, TORCHTITAN, ALPA,
         )
     }
 )  # fmt: skip

@@ -36,24 +36,33 @@ class Configured:
 
     @property
     def notes(self) -> list[str]:
-        """Values that were taken for what the file leaves open, and what has no bearing."""
-        said, values = self.configuration, self.configuration.values
-        notes = [
-            f"{said.format}: {values['global_batch_size']} rows a step = microbatch_size="
-            f"{values['microbatch_size']} × num_microbatches={values['num_microbatches']} × "
-            f"dp={values['dp']}; prices of target {said.target!r}"
-        ]
-        notes += said.habits
-        if said.left:
-            notes.append(f"left to be filled in, taken from the rest: {', '.join(said.left)}")
-        for name, how in said.taken.items():
-            if name not in values:
-                notes.append(f"{name} is said by scripts ({how}): taken as not")
-        if said.idle:
-            notes.append(f"without a bearing on the plan: {', '.join(said.idle)}")
-        if any(DECISIONS[n].of_train_step for n in values.keys() & DECISIONS.keys()):
-            notes.append("host memory is priced as train_step uses it: no other was measured")
-        return notes
+        """Notes on what the file leaves open, and on what has no bearing."""
+        return notes_of(self.configuration)
+
+
+def notes_of(said: Configuration) -> list[str]:
+    """Notes on what a configuration leaves open, what of it is not planned, and what has no
+    bearing."""
+    values = said.values
+    notes = [
+        f"{said.format}: {values['global_batch_size']} rows a step = microbatch_size="
+        f"{values['microbatch_size']} × num_microbatches={values['num_microbatches']} × "
+        f"dp={values['dp']}; prices of target {said.target!r}"
+    ]
+    notes += said.habits
+    if said.left:
+        notes.append(f"left to be filled in, taken from the rest: {', '.join(said.left)}")
+    for name, how in said.taken.items():
+        if name not in values:
+            notes.append(f"{name} is said by scripts ({how}): taken as not")
+    if said.unplanned:
+        unplanned = ", ".join(said.unplanned)
+        notes.append(f"changes memory or numbers, and is not planned: {unplanned}")
+    if said.idle:
+        notes.append(f"without a bearing on the plan: {', '.join(said.idle)}")
+    if any(DECISIONS[n].of_train_step for n in values.keys() & DECISIONS.keys()):
+        notes.append("host memory is priced as train_step uses it: no other was measured")
+    return notes
 
 
 def configured(

@@ -211,8 +211,16 @@ def model_of_config(config: Path, place: str) -> nn.Module:
             way_out="give the model as module:function",
         )
     architecture: Any = kind
-    with torch.device("meta"):
-        model: nn.Module = architecture(architecture.config_class.from_json_file(str(file)))
+    try:
+        with torch.device("meta"):
+            model: nn.Module = architecture(architecture.config_class.from_json_file(str(file)))
+    except Exception as error:  # of transformers, whatever a wrong value leads to
+        raise CommandError(
+            f"makes no {name}: {type(error).__name__}: {error!s:.200}",
+            place=place,
+            legal="a config that transformers makes a model of",
+            way_out="correct the config",
+        ) from error
     return model
 
 

@@ -30,7 +30,7 @@ class Configuration:
     the name of the software's `target`; keys that are `idle`, without a bearing on a plan,
     and those that are `left` to be filled in ("auto"); decisions of the user's script that are
     `taken` as not made, with the way in which it says them; `habits` of the software, which change
-    numbers."""
+    numbers; keys that are `unplanned`, which change memory or numbers."""
 
     place: str
     format: str
@@ -40,12 +40,20 @@ class Configuration:
     left: tuple[str, ...] = ()
     taken: Mapping[str, str] = field(default_factory=dict)
     habits: tuple[str, ...] = ()
+    unplanned: tuple[str, ...] = ()
 
     def overrides(self, graph: Graph) -> Overrides:
         """Overrides that pin what the configuration says, and rule out what it says nothing of.
         Raises `ConfigurationError` where the model has not the layers that it shares out."""
         names = [block.name for block in graph.blocks]
-        stages = self._stages(names, layers_of(names))
+        layers = layers_of(names)
+        if (said := self.values.get("num_layers", len(layers))) != len(layers):
+            raise ConfigurationError(
+                f" says {said} layers, and the model has {len(layers)}",
+                place=f"{self.place}: num_layers", legal=len(layers),
+                way_out="give the model that the file is for, or mend the file",
+            )  # fmt: skip
+        stages = self._stages(names, layers)
         given: dict[str, Any] = {}
         for name, decision in DECISIONS.items():
             value = self.values.get(name)

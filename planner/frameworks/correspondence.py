@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 
+MOST_LETTERS = 100  # of a key whose neighbours are looked for
 Values = Mapping[str, Any]  # by the name of a decision, or of `RUN`
 Found = Mapping[str, Any]  # what a file says, by key
 
@@ -58,6 +59,15 @@ class Correspondence:
     read: Callable[[Found], Values]
     write: Callable[[Values], Found]
     left_out: Found = field(default_factory=dict)
+
+
+def switch(found: Found, key: str) -> bool:
+    """A key that is on or off, as a boolean or its text; off where it is not there."""
+    value = found.get(key, False)
+    known = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
+    if isinstance(value, list | dict) or value not in known:
+        raise ConfigurationError.refused(key, value, legal="true, false")
+    return known[value]
 
 
 def said(key: str, name: str, *, left_out: Any = None) -> Correspondence:
@@ -114,7 +124,8 @@ class Format:
     `target` gives the name of the software model for values; `file` is what such a file is called.
 
     `by_script`: decisions that no key says, but the user's script, with the way in which it does.
-    `habits`: what the software does by itself, and `train_step` doesn't.
+    `habits`: what the software does by itself, and `train_step` doesn't. `unplanned` are keys, or
+    what they begin with, that change memory or numbers, and that no decision says.
     """
 
     name: str
@@ -129,6 +140,7 @@ class Format:
     target: Callable[[Values], str]
     by_script: Found = field(default_factory=dict)
     habits: Callable[[Found], tuple[str, ...]] = lambda found: ()
+    unplanned: Collection[str] = ()
 
     @property
     def names(self) -> set[str]:
@@ -154,13 +166,15 @@ class Format:
         return values
 
     def unknown(self, keys: list[str], known: Collection[str]) -> ConfigurationError:
-        near = {key: difflib.get_close_matches(key, [*known, *self.idle], n=1) for key in keys}
+        names = [*known, *self.idle]
+        short = [key for key in keys if len(key) <= MOST_LETTERS]
+        near = {key: difflib.get_close_matches(key, names, n=1) for key in short}
         meant = ", ".join(
             f"{shown(key)} may be {found[0]!r}" for key, found in near.items() if found
         )
-        names = ", ".join(map(shown, keys))
+        listed = ", ".join(map(shown, keys))
         return ConfigurationError(
-            f"has {names}, which {self.name} {self.version} has not",
+            f"has {listed}, which {self.name} {self.version} has not",
             place=f"{self.name} configuration",
             legal=f"keys of {self.name} {self.version}",
             way_out=meant or "leave them out",

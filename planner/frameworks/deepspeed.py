@@ -13,6 +13,7 @@ from meshwright.planner.frameworks.correspondence import (
     Values,
     fixed,
     said,
+    switch,
     table,
 )
 from meshwright.planner.frameworks.texts import parse_tree, render_json
@@ -72,7 +73,7 @@ IDLE_BELOW = (
 
 
 def _precision(found: Found) -> Values:
-    bf16, fp16 = (bool(found.get(f"{kind}.enabled")) for kind in ("bf16", "fp16"))
+    bf16, fp16 = (switch(found, f"{kind}.enabled") for kind in ("bf16", "fp16"))
     if bf16 and fp16:
         raise ConfigurationError.refused(
             "bf16.enabled and fp16.enabled", True, legal="one of the two"
@@ -114,6 +115,10 @@ def _offload(found: Found) -> Values:
         raise ConfigurationError.refused(
             f"{ZERO}offload_param.device", weights, legal="beside offload_optimizer"
         )
+    if steps not in ("cpu", "nvme"):
+        raise ConfigurationError.refused(
+            f"{ZERO}offload_optimizer.device", steps, legal="none, cpu, nvme"
+        )
     part = float(found.get(f"{ZERO}offload_optimizer.ratio", 1.0))
     parts = {"optimizer": part}
     if steps == "nvme":
@@ -140,7 +145,7 @@ def _say_offload(values: Values) -> Found:
 
 def _quantized(found: Found) -> Values:
     weights, gradients = (
-        bool(found.get(f"{ZERO}zero_quantized_{kind}")) for kind in ("weights", "gradients")
+        switch(found, f"{ZERO}zero_quantized_{kind}") for kind in ("weights", "gradients")
     )
     either = "weights" if weights else "gradients" if gradients else "none"
     return {"quantized": "both" if weights and gradients else either}
@@ -220,10 +225,14 @@ DEEPSPEED = Format(
     parse=parse_tree,
     render=render_json,
     recognises=lambda found: any(
-        key.startswith("zero_optimization") or key.startswith("train_")
+        key.startswith("zero_optimization")
+        or key in ("train_batch_size", "train_micro_batch_size_per_gpu")
         for key in found
     ),
     target=target_of,
     habits=_habits,
+    unplanned=(
+        "activation_checkpointing.", "amp.", "compile.", "hybrid_engine.", "weight_quantization.",
+    ),
     by_script={"recompute": "model.gradient_checkpointing_enable() for full"},
 )  # fmt: skip

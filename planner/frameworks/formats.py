@@ -15,6 +15,7 @@ from meshwright.planner.frameworks.megatron import ARGUMENTS, BRIDGE
 from meshwright.planner.frameworks.torchtitan import TORCHTITAN
 from meshwright.profiles.inputs import read_text, shown
 
+MOST_BYTES = 2**16  # of a configuration
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         each.name: each
@@ -47,7 +48,10 @@ def read_configuration(
             f"ends with {Path(file).suffix!r}", place=place, legal=ENDINGS,
             way_out="name the file as its software does",
         )  # fmt: skip
-    found = formats[0].parse(read_text(file, error=ConfigurationError), place)
+    content = read_text(file, error=ConfigurationError, most=MOST_BYTES)
+    found = _parsed(formats[0], content, place)
+    if formats[0] is DEEPSPEED and not DEEPSPEED.recognises(found):
+        found = _parsed(TRAINING_ARGUMENTS, content, place)
     kind = next((each for each in formats if each.recognises(found)), None)
     if kind is None:
         raise ConfigurationError(
@@ -56,6 +60,18 @@ def read_configuration(
             legal=", ".join(f"{each.name} {each.version}" for each in formats),
         )
     return configuration_of(kind, found, place, devices, global_batch_size, script)
+
+
+def _parsed(kind: Format, content: str, place: str) -> dict[str, Any]:
+    """The keys of a text, whatever its parser makes of what nobody writes."""
+    try:
+        return kind.parse(content, place)
+    except ConfigurationError:
+        raise
+    except (ValueError, RecursionError) as error:
+        said = f": {type(error).__name__}: {error!s:.100}"
+        legal = "a file as people write it"
+        raise ConfigurationError(said, place=place, legal=legal) from None
 
 
 def configuration_of(
@@ -88,18 +104,20 @@ def configuration_of(
         values = whole({**values, **(script or {})}, devices, kind.name)
     except ConfigurationError as error:
         raise ConfigurationError.of(error, place) from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise ConfigurationError(
             f"has a value of another type ({error})", place=place, legal="the types of its software"
         ) from error
     known = {key for each in kind.table for key in each.keys}
     idle = [key for key in found if key not in known]
+    unplanned = [key for key in idle if key.startswith(tuple(kind.unplanned))]
     return Configuration(
         place=place,
         format=kind.name,
         values=values,
         target=kind.target(values),
-        idle=tuple(idle),
+        idle=tuple(key for key in idle if key not in unplanned),
+        unplanned=tuple(unplanned),
         left=tuple(left),
         habits=kind.habits(found),
         taken={n: how for n, how in kind.by_script.items() if n not in values},

@@ -15,21 +15,23 @@ from meshwright.planner.frameworks.correspondence import (
     fixed,
     idle_keys,
     said,
+    switch,
     table,
 )
 from meshwright.planner.frameworks.texts import parse_tree, parse_yaml, render_json, render_yaml
 
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3,
-              "HYBRID_SHARD_ZERO2": 2, "1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # fmt: skip
+STRATEGIES = {
+    "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0,
+}  # fmt: skip
 FSDP = "fsdp_config."
 PARALLEL = "parallelism_config.parallelism_config_"
 DEEPSPEED = "deepspeed_config."
-PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+PRECISIONS = {"no": "fp32", False: "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 
 def _kind(found: Found) -> str:
-    kind = found["distributed_type"]
+    kind = found["distributed_type"] or "NO"  # as YAML reads a plain NO
     if kind not in KINDS:
         raise ConfigurationError.refused("distributed_type", kind, legal=KINDS)
     if kind == "MEGATRON_LM":
@@ -49,7 +51,7 @@ def _zero(found: Found) -> Values:
                 f"{DEEPSPEED}deepspeed_config_file", file, legal="keys of its own",
                 way_out="give that file itself",
             )  # fmt: skip
-        return {"zero": found.get(f"{DEEPSPEED}zero_stage", 2)}
+        return {"zero": found.get(f"{DEEPSPEED}zero_stage", 2), "engine": "deepspeed"}
     if kind != "FSDP":
         return {"zero": 0}
     again = found.get(f"{FSDP}fsdp_reshard_after_forward", True)
@@ -92,6 +94,8 @@ def _axes(found: Found, prefix: str) -> Values:
     }
     if (sizes["cp"] or 1) > 1 and (sizes["sp"] or 1) > 1:
         raise ConfigurationError.refused(f"{prefix}sp_size", sizes["sp"], legal="1 beside cp_size")
+    if any(size is not None for size in sizes.values()):  # what is left out there is 1
+        sizes = {name: 1 if size is None else size for name, size in sizes.items()}
     values: dict[str, Any] = {"tp": sizes["tp"] or 1}
     if (sizes["sp"] or 1) > 1:
         values |= {"cp": sizes["sp"], "cp_kind": "ulysses"}
@@ -128,7 +132,7 @@ SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", 
 
 
 def _offload(found: Found) -> Values:
-    params = found.get(f"{FSDP}fsdp_offload_params") in (True, "true")
+    params = switch(found, f"{FSDP}fsdp_offload_params")
     states = found.get(f"{DEEPSPEED}offload_optimizer_device", "none")
     if states == "nvme":
         return {"offload": {"optimizer": 1.0, "nvme": 1.0}}
@@ -140,13 +144,15 @@ def _all_of(values: Values, name: str) -> bool:
 
 
 def _checkpointing(found: Found, key: str) -> Values:
-    return {"recompute": "full" if found.get(key) in (True, "true") else "none"}
+    return {"recompute": "full" if switch(found, key) else "none"}
 
 
 def _target(values: Values) -> str:
     """Host offload is priced as `train_step`'s; tensor and context axes are torchtitan's."""
     if values.get("offload"):
         return "eager"
+    if engine := values.get("engine"):
+        return str(engine)
     if any((values.get(axis) or 1) > 1 for axis in ("tp", "cp", "pp", "ep")):
         return "torchtitan"
     return "fsdp-compiled" if values.get("compiled") else "fsdp"
@@ -288,11 +294,20 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+WORDS = ("full_shard", "shard_grad_op", "no_shard", "auto_wrap", "offload")
+
+
 def _words(value: Any) -> list[str]:
     """`fsdp` as a list, or a text of words; True stands for its defaults."""
     if value is True:
         return ["full_shard"]
-    return value.split() if isinstance(value, str) else list(value or ())
+    words = value.split() if isinstance(value, str) else list(value or ())
+    if unknown := [word for word in words if word not in WORDS]:
+        raise ConfigurationError.refused(
+            "fsdp", unknown, legal=WORDS,
+            way_out="a hybrid is said by parallelism_config: dp_replicate_size, dp_shard_size",
+        )  # fmt: skip
+    return words
 
 
 def _argument_zero(found: Found) -> Values:
@@ -302,17 +317,13 @@ def _argument_zero(found: Found) -> Values:
             way_out="give DeepSpeed's file in place of this one",
         )  # fmt: skip
     words = _words(found.get("fsdp"))
-    names = [
-        name
-        for name in words
-        if name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-    ]
-    if not names:
+    if not words or "no_shard" in words:
         return {"zero": 0}
-    away = {"offload": {"optimizer": 1.0}} if "offload" in words else {}
-    if found.get("fsdp_config.version", 1) == 2:
-        return {"zero": 3 if found.get("fsdp_config.reshard_after_forward", True) else 2, **away}
-    return {"zero": STRATEGIES[names[0].upper()], **away}
+    away = "offload" in words or switch(found, "fsdp_config.cpu_offload")
+    parts = {"offload": {"optimizer": 1.0}} if away else {}
+    again = "fsdp_config.reshard_after_forward"
+    kept = "shard_grad_op" in words or not switch({again: True, **found}, again)
+    return {"zero": 2 if kept else 3, **parts}
 
 
 def _say_argument_zero(values: Values) -> Found:
@@ -325,15 +336,28 @@ def _say_argument_zero(values: Values) -> Found:
 
 
 def _argument_precision(found: Found) -> Values:
-    kinds = [kind for kind in ("bf16", "fp16") if found.get(kind)]
+    kinds = [kind for kind in ("bf16", "fp16") if switch(found, kind)]
     if len(kinds) > 1:
         raise ConfigurationError.refused("bf16 and fp16", True, legal="one of the two")
     return {"precision": kinds[0] if kinds else "fp32"}
 
 
+AGAIN = (
+    "gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing",
+)  # fmt: skip
+
+
 def _argument_recompute(found: Found) -> Values:
-    whole = found.get("gradient_checkpointing") or found.get("fsdp_config.activation_checkpointing")
-    return {"recompute": "full" if whole else "none"}
+    return {"recompute": "full" if any(switch(found, key) for key in AGAIN) else "none"}
+
+
+def _parse_arguments(text: str, place: str) -> dict[str, Any]:
+    """Keys of `fsdp_config` without the prefix that transformers takes off, too."""
+    at, found = "fsdp_config.", {}
+    for key, value in parse_tree(text, place).items():
+        inner = key.removeprefix(at)
+        found[key if inner == key else at + inner.removeprefix("fsdp_")] = value
+    return found
 
 
 TRAINING_ARGUMENTS = Format(
@@ -344,7 +368,13 @@ TRAINING_ARGUMENTS = Format(
         said("per_device_train_batch_size", "microbatch_size", left_out=8),
         said("gradient_accumulation_steps", "num_microbatches", left_out=1),
         Correspondence(
-            keys=("fsdp", "fsdp_config.version", "fsdp_config.reshard_after_forward", "deepspeed"),
+            keys=(
+                "fsdp",
+                "fsdp_config.version",
+                "fsdp_config.reshard_after_forward",
+                "fsdp_config.cpu_offload",
+                "deepspeed",
+            ),
             names=("zero", "offload"),
             read=_argument_zero,
             write=_say_argument_zero,
@@ -366,7 +396,7 @@ TRAINING_ARGUMENTS = Format(
             ),
         ),
         Correspondence(
-            keys=("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
+            keys=AGAIN,
             names=("recompute",),
             read=_argument_recompute,
             write=lambda v: (
@@ -378,8 +408,14 @@ TRAINING_ARGUMENTS = Format(
         said("fsdp_config.transformer_layer_cls_to_wrap", "layer_class"),
     ),
     idle=idle_keys("transformers"),
-    idle_below=("fsdp_config", "accelerator_config", "lr_scheduler_kwargs", "label_names"),
-    parse=parse_tree,
+    idle_below=(
+        "fsdp_config",
+        "accelerator_config",
+        "lr_scheduler_kwargs",
+        "label_names",
+        "gradient_checkpointing_kwargs",
+    ),
+    parse=_parse_arguments,
     render=render_json,
     recognises=lambda found: "per_device_train_batch_size" in found or "output_dir" in found,
     target=_target,

@@ -16,6 +16,7 @@ from meshwright.planner.frameworks.correspondence import (
     Found,
     Values,
     idle_keys,
+    switch,
     table,
 )
 from meshwright.planner.frameworks.texts import parse_flags, parse_yaml, render_flags, render_yaml
@@ -27,7 +28,7 @@ COMMUNICATION = {
     "allgather": "all_gather",
     "a2a": "ulysses",
 }
-SECTIONS = ("model", "train", "ddp", "optimizer", "dist", "mixed_precision")
+SECTIONS = ("model", "train", "ddp", "optimizer", "dist")
 OPTIMIZERS = {"adam": "adamw_fused", "sgd": "momentum", "lion": "lion"}
 
 
@@ -67,6 +68,8 @@ def layout_of(layers: list[int]) -> str:
 def _pipeline(found: Found) -> Values:
     pp = found.get("pipeline_model_parallel_size", 1)
     values: dict[str, Any] = {"pp": pp}
+    if "num_layers" in found:
+        values["num_layers"] = found["num_layers"]
     if pp == 1:
         return values
     stages = found.get("num_virtual_stages_per_pipeline_rank") or found.get(
@@ -112,7 +115,7 @@ def _say_pipeline(values: Values) -> Found:
 
 def _zero(found: Found) -> Values:
     """ZeRO: 1 for the distributed optimizer, Megatron's FSDP by strategy, 3 for torch's FSDP2."""
-    if found.get("use_torch_fsdp2"):
+    if switch(found, "use_torch_fsdp2"):
         return {"zero": 3}
     if found.get("use_megatron_fsdp") or found.get("use_custom_fsdp"):
         strategy = found.get("data_parallel_sharding_strategy", "no_shard")
@@ -121,7 +124,7 @@ def _zero(found: Found) -> Values:
                 "data_parallel_sharding_strategy", strategy, legal=FSDP_STAGES
             )
         return {"zero": FSDP_STAGES[strategy]}
-    if not found.get("use_distributed_optimizer"):
+    if not switch(found, "use_distributed_optimizer"):
         return {"zero": 0}
     copies = found.get("num_distributed_optimizer_instances", 1)
     return {"zero": 1, **({"instances": copies} if copies > 1 else {})}
@@ -146,7 +149,7 @@ def _say_zero(values: Values) -> Found:
 
 def _recompute(found: Found) -> Values:
     kind = found.get("recompute_granularity")
-    if found.get("recompute_activations"):
+    if switch(found, "recompute_activations"):
         kind = kind or "selective"
     if kind is None:
         return {"recompute": "none"}
@@ -166,6 +169,8 @@ def _recompute(found: Found) -> Values:
     if method == "uniform":
         return {"recompute": "full", "segments": count or 1}
     if method == "block":
+        if not isinstance(count, int) or count < 1:
+            raise ConfigurationError.refused("recompute_num_layers", count, legal="from 1")
         return {"recompute": ("full", count)}
     raise ConfigurationError.refused("recompute_method", method, legal="uniform, block")
 
@@ -191,7 +196,7 @@ def _say_recompute(values: Values) -> Found:
 
 
 def _precision(found: Found, narrow: str) -> Values:
-    kinds = [kind for kind in ("bf16", "fp16") if found.get(kind)]
+    kinds = [kind for kind in ("bf16", "fp16") if switch(found, kind)]
     if len(kinds) > 1:
         raise ConfigurationError.refused("bf16 and fp16", True, legal="one of the two")
     recipes = {"tensorwise": "fp8", "delayed": "fp8", "mxfp8": "mxfp8", "blockwise": "fp8_rowwise"}
@@ -233,11 +238,26 @@ def _say_cp(values: Values) -> Found:
 
 
 def _placement(found: Found) -> Values:
-    return {"placement": "tp,pp,dp" if found.get("use_tp_pp_dp_mapping") else "tp,dp,pp"}
+    return {"placement": "tp,pp,dp" if switch(found, "use_tp_pp_dp_mapping") else "tp,dp,pp"}
 
 
 def _say_placement(values: Values) -> Found:
     return {"use_tp_pp_dp_mapping": True} if values.get("placement") == "tp,pp,dp" else {}
+
+
+UNPLANNED = (
+    "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading",
+    "expert_tensor_parallel_size", "use_precision_aware_optimizer", "exp_avg_dtype",
+    "exp_avg_sq_dtype", "main_params_dtype", "rampup_batch_size", "outer_dp_sharding_strategy",
+    "mtp_num_layers", "grad_reduce_in_bf16",
+)  # fmt: skip
+
+
+def _habits(found: Found) -> tuple[str, ...]:
+    keys = {key.rpartition(".")[2]: value for key, value in found.items()}
+    if keys.get("tensor_model_parallel_size", 1) == 1 or keys.get("sequence_parallel"):
+        return ()
+    return ("sequence parallelism is not asked for; prices have it beside tp",)
 
 
 def _target(values: Values) -> str:
@@ -327,6 +347,8 @@ ARGUMENTS = Format(
     idle=idle_keys("megatron"),
     parse=parse_flags,
     render=render_flags,
+    unplanned=UNPLANNED,
+    habits=_habits,
     recognises=lambda found: "micro_batch_size" in found or "tensor_model_parallel_size" in found,
     target=_target,
 )
@@ -335,11 +357,13 @@ BRIDGE = Format(
     version="0.7.0",
     file="bridge.yaml",
     table=_table(_bridge, "fp8"),
-    idle=[f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron")],
+    idle=[f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron") - {*NAMES}],
     idle_below=("logger", "checkpoint", "dataset", "tokenizer", "rng", "scheduler", "validation",
                 "profiling", "comm_overlap", "rerun_state_machine", "ft", "straggler"),
     parse=parse_yaml,
     render=render_yaml,
+    unplanned=[f"{section}.{key}" for section in SECTIONS for key in UNPLANNED],
+    habits=_habits,
     recognises=lambda found: any(key.startswith("model.") for key in found),
     target=_target,
 )  # fmt: skip

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.frameworks.correspondence import ConfigurationError, Found
-from meshwright.profiles.inputs import NotInstalledError, parse_json
+from meshwright.profiles.inputs import NotInstalledError, parse_json, shown
 
 JSON_ONLY = re.compile(r"\s*\{")
+MOST_BRACKETS = 500  # of a configuration in YAML, which hardly has any
 PLAIN = "a mapping of plain values: texts, numbers, true, false, lists"
 
 
@@ -69,6 +70,8 @@ def parse_yaml(text: str, place: str) -> dict[str, Any]:
         raise NotInstalledError(
             error, place=place, legal="YAML with pyyaml", way_out=way_out
         ) from None
+    if text.count("[") + text.count("{") > MOST_BRACKETS:
+        raise ConfigurationError("has too many brackets", place=place, legal=PLAIN)
     try:
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
             if isinstance(token, yaml.AnchorToken | yaml.AliasToken | yaml.TagToken):
@@ -129,7 +132,7 @@ def parse_flags(text: str, place: str) -> dict[str, Any]:
         if FLAG.fullmatch(flag):
             name = flag[2:].replace("-", "_")
             found[name] = _plain(value) if equals else True
-        elif name:
+        elif name and not re.match(r"-(?![\d.])", word):
             known = found[name]
             found[name] = (
                 _plain(word)
@@ -137,9 +140,8 @@ def parse_flags(text: str, place: str) -> dict[str, Any]:
                 else [*(known if isinstance(known, list) else [known]), _plain(word)]
             )
         else:
-            raise ConfigurationError(
-                f"begins with {word!r}", place=place, legal="flags: --name value"
-            )
+            where = f"has {shown(word)} behind --{name}" if name else f"begins with {word!r}"
+            raise ConfigurationError(where, place=place, legal="flags: --name value")
     return found
 
 

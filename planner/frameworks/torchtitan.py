@@ -28,6 +28,8 @@ LOOPED = {"interleaved_1f1b": 2}  # stages of a rank where no number is given
 PLACED = {"zb_v": 2, "dualpipe_v": 2}
 CHECKPOINTS = {"none": "none", "full": "full", "selective": "alternate"}
 CLASSES = {"FullAC": "full", "SelectiveAC": "selective", None: "none"}
+PLAIN_LINES = ast.Assign | ast.Return | ast.Expr | ast.Assert | ast.Import | ast.ImportFrom
+LOCAL = "training.local_batch_size"
 ENDS = ("first", "last")
 SECTIONS = ("training", "parallelism", "compile", "activation_checkpoint")
 
@@ -64,6 +66,11 @@ def _set_by(
         )
     found: dict[str, Any] = {}
     for node in functions[name].body:
+        if not isinstance(node, PLAIN_LINES):
+            raise ConfigurationError(
+                f": line {node.lineno} is no assignment", place=f"{place}: {name}",
+                legal="assignments and a return", way_out="write out what it sets",
+            )  # fmt: skip
         value = getattr(node, "value", None)
         if isinstance(value, ast.Call) and isinstance(node, ast.Return | ast.Assign):
             called = value.func
@@ -167,7 +174,12 @@ def _pipeline(found: Found) -> Values:
     if parts := found.get(f"{AXES}module_fqns_per_model_part"):
         values["layers"] = [sum(".layers." in f".{n}" for n in part) for part in parts]
         values["virtual_stages"] = len(parts) // pp
-    values["microbatch_size"] = found.get(f"{AXES}pipeline_parallel_microbatch_size", 1)
+    rows, local = found.get(f"{AXES}pipeline_parallel_microbatch_size", 1), found[LOCAL]
+    if local % rows:
+        raise ConfigurationError.refused(
+            f"{AXES}pipeline_parallel_microbatch_size", rows, legal=f"divisors of {LOCAL}={local}"
+        )
+    values["microbatch_size"] = rows
     return values
 
 
@@ -204,6 +216,9 @@ def _shards(found: Found) -> Values:
     replicas = found.get(f"{AXES}data_parallel_replicate_degree", 1)
     shards = found.get(f"{AXES}data_parallel_shard_degree", -1)
     again = found.get(f"{AXES}fsdp_reshard_after_forward", "default")
+    if shards != -1 and shards < 1:
+        key = f"{AXES}data_parallel_shard_degree"
+        raise ConfigurationError.refused(key, shards, legal="-1, or from 1")
     legal = ("default", "always", "never")
     if again not in legal:
         raise ConfigurationError.refused(f"{AXES}fsdp_reshard_after_forward", again, legal=legal)
@@ -232,9 +247,11 @@ def _precision(found: Found) -> Values:
         found.get("training.dtype", "float32"),
         found.get("training.mixed_precision_param", "bfloat16"),
     )
-    if kept == "bfloat16":
-        return {"precision": "bf16_pure"}
-    return {"precision": {"bfloat16": "bf16", "float32": "fp32"}[used]}
+    known = {"bfloat16": "bf16", "float32": "fp32"}
+    for key, value in (("dtype", kept), ("mixed_precision_param", used)):
+        if value not in known:
+            raise ConfigurationError.refused(f"training.{key}", value, legal=known)
+    return {"precision": "bf16_pure" if kept == "bfloat16" else known[used]}
 
 
 def _say_precision(values: Values) -> Found:
@@ -242,6 +259,13 @@ def _say_precision(values: Values) -> Found:
     kept = "bfloat16" if precision == "bf16_pure" else "float32"
     used = "float32" if precision == "fp32" else "bfloat16"
     return {"training.dtype": kept, "training.mixed_precision_param": used}
+
+
+def _habits(found: Found) -> tuple[str, ...]:
+    batch = found.get("training.global_batch_size", -1)
+    if found.get(f"{AXES}pipeline_parallel_degree", 1) == 1 or batch <= 0:
+        return ()
+    return ("passes through the pipeline follow each other there; here they are one, without gaps",)
 
 
 def _degree(key: str, name: str) -> Correspondence:
@@ -310,4 +334,9 @@ TORCHTITAN = Format(
     render=render_python,
     recognises=lambda found: any(key.startswith(("parallelism.", "training.")) for key in found),
     target=lambda values: "torchtitan",
+    unplanned=(
+        f"{AXES}enable_sequence_parallel", "float8.", "quantize.", "mx.", "model.converters",
+        "optimizer.early_step_in_backward",
+    ),
+    habits=_habits,
 )  # fmt: skip

@@ -352,8 +352,8 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
     return InfeasibleError(
         f"the model does not fit {cluster.describe()} "
         f"({sized(drafter.space.room_bytes)} usable per device{_margin(drafter)}). "
-        f"The closest plan ({how}) takes {sized(peak)} on its fullest stage, {sized(excess)} more: "
-        f"it would fit with {likely:.0%}; "
+        f"The closest plan ({how}) takes {sized(peak)} on its fullest stage, {sized(excess)} more "
+        f"(in {likely:.0%} of cases peaks are so far below their price); "
         f"shortfall by stage: {short}{_together(drafter)}.{_host(drafter, drafts)}",
         per_stage,
     )

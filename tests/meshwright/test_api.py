@@ -142,7 +142,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
     with pytest.raises(InfeasibleError, match=r"by stage: stage 0: \d.* [KM]iB") as caught:
         planned(net(), plan=four_ranks().plan, cluster=small_host(4, 1024))
     assert max(caught.value.shortfall_bytes) > 0
-    with pytest.raises(InfeasibleError, match=r"takes .* more: .* with \d+%; shortfall") as caught:
+    with pytest.raises(InfeasibleError, match=r"takes .* more \(in \d+% .*; shortfall") as caught:
         planned(net(), cluster=small_host(2, 1024))
     assert max(caught.value.shortfall_bytes) > 0 and "nodes" in str(caught.value)
 

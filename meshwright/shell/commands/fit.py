@@ -175,7 +175,7 @@ def _largest_batch(search: Search, planned: bool) -> int:
         size = batch * factor
         if size < 1 or size != int(size) or (factor >= 1 and not planned):
             return False
-        at_once = replace(search.overrides, num_microbatches=1)
+        at_once = replace(search.overrides, num_microbatches=1, microbatch_size=None)
         progress.debug(f"asking whether {int(size)} rows fit at once")
         return _fits(lambda: search.like(global_batch_size=int(size), overrides=at_once))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.shell.named import cluster_named, model_named
 from meshwright.shell.progress import progress_shown
+from meshwright.shell.terminal import say
 
 if TYPE_CHECKING:
     from meshwright.model import ParallelModel
@@ -49,9 +50,11 @@ def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) 
 
     model, arguments = arguments_of(args)
     if args.source:
-        from meshwright.configurations import question_of
+        from meshwright.configurations import notes_of, question_of
 
-        _, question = question_of(args.source, model, cluster, overrides.given(), **arguments)
+        said, question = question_of(args.source, model, cluster, overrides.given(), **arguments)
+        for note in notes_of(said):
+            say(note)
         return with_a_plan(search_of(question.problem, question.request))
     check_types(model=model, cluster=cluster, overrides=overrides, plan=args.plan)
     question = asked(model, cluster, Arguments(overrides=overrides, **arguments))

@@ -165,6 +165,19 @@ REFUSED = [
     ("a.yaml", ACCELERATE.format(again="true").replace("tp_size: 2", "tp_size: 4"),
      "dp=4 × cp=1 × tp=4 × pp=1 = 16, and the cluster has 8 devices"),
     ("a.yaml", ACCELERATE.format(again="true").replace("tp_size", "tpp_size"), "tpp_size"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("version: 2", "version: 1").replace(
+        "  fsdp_reshard_after_forward: true\n", "  fsdp_sharding_strategy: HYBRID_SHARD\n"),
+     "fsdp_sharding_strategy='HYBRID_SHARD'; legal: FULL_SHARD"),
+    ("a.yaml", "distributed_type: " + "[" * 60000, "has too many brackets"),
+    ("args.json", ARGUMENTS | {"fsdp": "ful_shard"}, "legal: full_shard, shard_grad_op"),
+    ("args.json", ARGUMENTS | {"bf16": "perhaps"}, "bf16='perhaps'; legal: true, false"),
+    ("m.args", MEGATRON + "-tp 2", "has '-tp' behind --overlap_grad_reduce"),
+    ("m.args", MEGATRON + "--recompute-granularity full --recompute-method block "
+     "--recompute-num-layers x", "recompute_num_layers='x'; legal: from 1"),
+    ("t.py:base", TITAN.replace("    return T", "    if True:\n        pass\n    return T", 1),
+     "is no assignment"),
+    ("t.toml", OLD_TITAN.replace("[parallelism]", 'dtype = "float16"\n[parallelism]'),
+     "training.dtype='float16'; legal: bfloat16, float32"),
     ("a.yaml", "distributed_type: &x FSDP\n", "line 1 has an anchor, an alias or a tag"),
     ("a.yaml", "distributed_type: !!python/object/apply:os.system ['true']\n", "line 1 has an"),
     ("a.yaml", "distributed_type: FSDP\ndistributed_type: NO\n", "'distributed_type' twice"),
@@ -192,6 +205,17 @@ def test_what_says_no_plan_is_refused(tmp_path: Path, name: str, content: Any, s
     with pytest.raises(ConfigurationError) as caught:
         read_configuration(path, 8, global_batch_size=None if "ds" in name else 64)
     assert says in str(caught.value) and caught.value.legal and caught.value.way_out
+
+
+def test_arguments_of_transformers_are_read_as_it_writes_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=4,
+        fsdp="full_shard", fsdp_config={"fsdp_reshard_after_forward": False},
+    )  # fmt: skip
+    found = read_configuration(written(tmp_path, "args.json", arguments.to_json_string()), 8)
+    assert found.format == "transformers" and found.values["microbatch_size"] == 4
+    assert found.values["zero"] == 2
 
 
 def test_rows_are_said_once(tmp_path: Path) -> None:
