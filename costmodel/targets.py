@@ -46,7 +46,7 @@ _ZERO_PP = ("hpz", "quantized")
 _USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", *_ZERO_PP)
 
 # recompute by operator is ours; torchtitan's selective one is "alternate"
-_BY_OPERATOR = ("selective", "pointwise", "widening", "products", "segments")
+_BY_OPERATOR = ("selective", "pointwise", "widening", "products")
 
 # What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
 # (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward

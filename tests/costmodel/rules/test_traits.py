@@ -34,6 +34,9 @@ NAMED = {
     "executor/lowering/emitter.py": 1,  # the operator that it would add
     # which rows an indexing reads, constants made in the graph, the arithmetic of masks and counts
     "costmodel/sharding/rows.py": 16,
+    # what styles of torch's `parallelize_module` are for, layers of torch.nn
+    "planner/frameworks/tensor_styles.py": 5,
+    "planner/frameworks/torch_script.py": 2,
     "executor/runtime/evaluation.py": 1,  # a loss that is divided by its count
 }
 

@@ -262,6 +262,8 @@ HOMES = (
     "costmodel/schedules/table.py",
     "costmodel/targets.py",  # what frameworks can't run
     "scripts/published/setup.py",  # the schedules of published runs
+    # what other software calls them
+    *(f"planner/frameworks/{name}.py" for name in ("megatron", "torch_script", "torchtitan")),
 )
 
 
