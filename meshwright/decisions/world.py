@@ -67,5 +67,7 @@ def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
 def _torchrun(ranks: int, cluster: Cluster) -> str:
     per_node = min(ranks, cluster.devices_per_node)
     nodes = -(-ranks // per_node)
-    far = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-    return f"torchrun {far if nodes > 1 else '--standalone'} --nproc-per-node {per_node}"
+    how = "--standalone"
+    if nodes > 1:
+        how = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+    return f"torchrun {how} --nproc-per-node {per_node}"

@@ -346,14 +346,14 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
             f"drop an override or change global_batch_size{_together(drafter)}"
         )
     excess, per_stage, how = closest
-    peak = drafter.space.room_bytes + excess
+    peak = drafter.space.memory_bytes + excess  # the reserve of a device is in both
     likely = drafter.programs.coster.errors[1].below(cluster.device.memory_bytes / peak)
     short = ", ".join(f"stage {k}: {sized(max(x, 0))}" for k, x in enumerate(per_stage))
     return InfeasibleError(
         f"the model does not fit {cluster.describe()} "
         f"({sized(drafter.space.room_bytes)} usable per device{_margin(drafter)}). "
-        f"The closest plan ({how}) takes {sized(peak)} on its fullest stage, {sized(excess)} more "
-        f"(in {likely:.0%} of cases peaks are so far below their price); "
+        f"The closest plan ({how}) takes {sized(peak)} on its fullest stage, reserve and all, "
+        f"{sized(excess)} more (in {likely:.0%} of cases peaks are so far below their price); "
         f"shortfall by stage: {short}{_together(drafter)}.{_host(drafter, drafts)}",
         per_stage,
     )

@@ -55,9 +55,8 @@ def _check(args: argparse.Namespace) -> None:
 class Fit:
     """The verdict and its probability, with the plan's seconds, the fullest device's bytes, their
     80 % interval and its memory; without a plan None. `batch_at_once` is the largest batch that
-    fits as one micro-batch,
-    `sequence` the longest; 0 where none does, None where there is nothing to vary. `why` nothing
-    fits, in full; `helps` is what would."""
+    fits as one micro-batch, `sequence` the longest; 0 where none does, None where there is nothing
+    to vary. `why` nothing fits, in full; `helps` is what would."""
 
     verdict: str
     probability: float = 0.0

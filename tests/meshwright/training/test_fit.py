@@ -215,6 +215,24 @@ def test_data_without_a_state_begin_anew_with_a_warning(
     assert "the data begin anew: list has no state_dict()" in caplog.text
 
 
+class Interrupted(list[Any]):
+    """Batches behind which somebody presses Ctrl-C."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("every", "says"), [(1, "goes on from step-00000002"), (9, "begins anew")])
+def test_an_interrupted_run_says_where_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int, says: str
+) -> None:
+    batches = Interrupted([batch_of(range(ROWS))] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        fit(begun_anew(), batches, optimizer=sgd, folder=tmp_path, save_every=every, steps=4)
+    assert f"interrupted after step 2: a run in {tmp_path} {says}" in caplog.text
+
+
 def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
     result = begun_anew()
     fit(result, Tokens(), optimizer=sgd, folder=tmp_path, steps=2)
