@@ -270,13 +270,18 @@ class Search(Drafter):
         """The best plan, written out, then the fastest others of different shapes. Written out, a
         plan may take a little longer than its draft, as whole blocks are recomputed or sent, or
         less, as some come back: drafts are written until no other is better than the best of them,
-        or a few more where the fastest plan is asked for."""
+        or a few more where the fastest plan is asked for; and beside one with states off devices
+        the best one without, which gains most by that."""
         fitting = [d for d in self.drafts if d.fits]
         written, refused = list[tuple[float, Candidate, PlanDraft]](), set[int]()
-        for number_s, draft in self.taste.judged(fitting):
-            more_s = WRITTEN_LESS * (not self.taste.robust and len(written) < MOST_WRITTEN)
-            if written and written[0][0] <= number_s * (1 - more_s):
-                break
+        judged = self.taste.judged(fitting)
+        on_devices = next((draft for _, draft in judged if not _away(draft)), None)
+        for number_s, draft in judged:
+            if written:
+                more_s = WRITTEN_LESS * (not self.taste.robust and len(written) < MOST_WRITTEN)
+                beside = draft is on_devices and _away(written[0][2])
+                if written[0][0] <= number_s * (1 - more_s) and not beside:
+                    continue
             candidate = self.written(draft)
             if candidate.fits:
                 longer = candidate.step_time_s / draft.step_time_s
@@ -319,6 +324,10 @@ class Search(Drafter):
                     if proof is not None:
                         proofs.setdefault(block.name, proof)
         return proofs
+
+
+def _away(draft: PlanDraft) -> bool:
+    return any(any(stage.offload.values()) for stage in draft.plan.stages)
 
 
 # --- failure --------------------------------------------------------------------------------------
