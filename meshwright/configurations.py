@@ -19,6 +19,7 @@ from meshwright.planner.frameworks import (
     read_configuration,
 )
 from meshwright.planner.frameworks.torch_script import Script, torch_script
+from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan, graph_for
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import ArgumentError
@@ -84,14 +85,24 @@ def configured(
     those of `auto_parallelize`, `example_inputs` among them. Raises `ConfigurationError`, and as
     `auto_parallelize` does.
     """
-    from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
-
     said, question = question_of(
         path, model, cluster, script, global_batch_size=global_batch_size, **arguments
     )
+    return Configured(configuration=said, result=decided(question))
+
+
+def decided(question: Asked) -> ParallelModel:
+    """The model under the plan that a question has for an answer. Raises as `auto_parallelize`
+    does."""
+    from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
+
     decision = search_plan(question.problem, question.request, question.traced.phases_s)
-    result = ParallelModel(decision, question.problem, question.request, question.traced)
-    return Configured(configuration=said, result=result.started())
+    return ParallelModel(decision, question.problem, question.request, question.traced).started()
+
+
+def without_pins(question: Asked) -> Asked:
+    """The question of the best plan of the same software, whatever the configuration says."""
+    return replace(question, request=replace(question.request, overrides=Overrides()))
 
 
 def question_of(

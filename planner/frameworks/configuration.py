@@ -21,6 +21,7 @@ COUNTS = (
     *AXES, "ep", "replicas", "shards", "instances", "virtual_stages", "microbatch_size",
     "num_microbatches", "global_batch_size",
 )  # fmt: skip
+MOST_SIZES = 8  # of which all are listed
 LAYER = re.compile(r"(?P<of>.+)\.\d+")
 
 
@@ -47,12 +48,7 @@ class Configuration:
         Raises `ConfigurationError` where the model has not the layers that it shares out."""
         names = [block.name for block in graph.blocks]
         layers = layers_of(names)
-        if (said := self.values.get("num_layers", len(layers))) != len(layers):
-            raise ConfigurationError(
-                f" says {said} layers, and the model has {len(layers)}",
-                place=f"{self.place}: num_layers", legal=len(layers),
-                way_out="give the model that the file is for, or mend the file",
-            )  # fmt: skip
+        self._check_sizes(graph, len(layers))
         stages = self._stages(names, layers)
         given: dict[str, Any] = {}
         for name, decision in DECISIONS.items():
@@ -72,6 +68,23 @@ class Configuration:
             return Overrides(**given, forbid=silent)
         except OverrideError as error:
             raise ConfigurationError.of(error, self.place) from None
+
+    def _check_sizes(self, graph: Graph, layers: int) -> None:
+        """Layers, width and tokens that the file says are the model's and its batch's. Raises
+        `ConfigurationError`."""
+        widths = {n for value in graph.parameters for n in graph.values[value].shape}
+        tokens = {n for value in graph.inputs for n in graph.values[value].shape[1:]}
+        has = {"num_layers": {layers}, "hidden_size": widths, "seq_length": tokens}
+        ways_out = dict.fromkeys(has, "give the model that the file is for, or mend the file")
+        ways_out["seq_length"] = "give a batch of as many tokens (hf:CONFIG:TOKENS), or mend it"
+        for name, sizes in has.items():
+            if (said := self.values.get(name)) is not None and said not in sizes:
+                listed = ", ".join(map(str, sorted(sizes)))
+                raise ConfigurationError(
+                    f" is {said}, and the model has not", place=f"{self.place}: {name}",
+                    legal=listed if len(sizes) <= MOST_SIZES else "a size of its weights",
+                    way_out=ways_out[name],
+                )  # fmt: skip
 
     def _stages(self, names: Sequence[str], layers: Sequence[str]) -> list[list[str]]:
         """Runs of layers, what is before the first with it, what is behind the last with that."""

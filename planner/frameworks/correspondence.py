@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 
+CALLED = ("_target_", "_call_", "_partial_")  # what Hydra would make of keys; nothing is made here
 MOST_LETTERS = 100  # of a key whose neighbours are looked for
 Values = Mapping[str, Any]  # by the name of a decision, or of `RUN`
 Found = Mapping[str, Any]  # what a file says, by key
@@ -149,13 +150,21 @@ class Format:
 
     def is_idle(self, key: str) -> bool:
         below = tuple(f"{name}." for name in self.idle_below)
+        if key.rpartition(".")[2] in CALLED:
+            return True
         return key in (*self.idle, *self.idle_below) or key.startswith(below)
 
     def read(self, found: Found, left: Collection[str] = ()) -> dict[str, Any]:
         """The values that keys say, but for those with keys that are `left` open. Raises
         `ConfigurationError` for a key that is not known."""
         known = {key for each in self.table for key in each.keys}
-        unknown = [key for key in found if key not in known and not self.is_idle(key)]
+        unknown = [
+            key
+            for key, value in found.items()
+            if key not in known
+            and not self.is_idle(key)
+            and not (value == {} and any(name.startswith(f"{key}.") for name in known))
+        ]
         if unknown:
             raise self.unknown(unknown, known)
         values: dict[str, Any] = {}
@@ -181,7 +190,7 @@ class Format:
         )
 
     def write(self, values: Values) -> tuple[str, dict[str, Any]]:
-        """A file's text, and its keys."""
+        """A file's text, with its software's version where that takes one, and its keys."""
         found: dict[str, Any] = {}
         for each in self.table:
             found |= each.write(values)

@@ -18,6 +18,7 @@ from meshwright.planner.frameworks.correspondence import (
 )
 from meshwright.planner.frameworks.texts import parse_tree, render_json
 
+VERSION = "0.19.8"
 ZERO = "zero_optimization."
 OPTIMIZERS = {
     "AdamW": "adamw_fused", "Adam": "adamw_fused", "FusedAdam": "adamw_fused", "Lion": "lion",
@@ -188,9 +189,10 @@ def target_of(values: Values) -> str:
 
 DEEPSPEED = Format(
     name="deepspeed",
-    version="0.19.8",
+    version=VERSION,
     file="ds_config.json",
     table=(
+        fixed({"_written_for": f"DeepSpeed {VERSION}"}),  # it takes what it does not know on top
         said("train_batch_size", "global_batch_size"),
         said("train_micro_batch_size_per_gpu", "microbatch_size"),
         said("gradient_accumulation_steps", "num_microbatches"),

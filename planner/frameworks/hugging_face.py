@@ -132,8 +132,11 @@ SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", 
 
 
 def _offload(found: Found) -> Values:
-    params = switch(found, f"{FSDP}fsdp_offload_params")
+    """Of FSDP or DeepSpeed, whichever runs: options of another kind do nothing."""
+    kind = _kind(found)
+    params = kind == "FSDP" and switch(found, f"{FSDP}fsdp_offload_params")
     states = found.get(f"{DEEPSPEED}offload_optimizer_device", "none")
+    states = states if kind == "DEEPSPEED" else "none"
     if states == "nvme":
         return {"offload": {"optimizer": 1.0, "nvme": 1.0}}
     return {"offload": {"optimizer": 1.0}} if params or states == "cpu" else {}
@@ -143,8 +146,9 @@ def _all_of(values: Values, name: str) -> bool:
     return bool((values.get(name) or {}).get("optimizer") == 1)
 
 
-def _checkpointing(found: Found, key: str) -> Values:
-    return {"recompute": "full" if switch(found, key) else "none"}
+def _checkpointing(found: Found) -> Values:
+    again = switch(found, f"{FSDP}fsdp_activation_checkpointing")
+    return {"recompute": "full" if again and _kind(found) == "FSDP" else "none"}
 
 
 def _target(values: Values) -> str:
@@ -194,17 +198,19 @@ ACCELERATE = Format(
             write=lambda values: {},  # of FSDP a script says it
         ),
         Correspondence(
-            keys=(f"{FSDP}fsdp_activation_checkpointing",),
+            keys=("distributed_type", f"{FSDP}fsdp_activation_checkpointing"),
             names=("recompute",),
-            read=partial(_checkpointing, key=f"{FSDP}fsdp_activation_checkpointing"),
+            read=_checkpointing,
+            left_out={"distributed_type": "NO"},
             write=lambda v: (
-                {f"{FSDP}fsdp_activation_checkpointing": True}
+                {"distributed_type": "FSDP", f"{FSDP}fsdp_activation_checkpointing": True}
                 if v.get("recompute") == "full" and v.get("zero")
                 else {}
             ),
         ),
         Correspondence(
             keys=(
+                "distributed_type",
                 f"{FSDP}fsdp_offload_params",
                 f"{DEEPSPEED}offload_optimizer_device",
                 f"{DEEPSPEED}offload_param_device",
@@ -212,6 +218,7 @@ ACCELERATE = Format(
             names=("offload",),
             read=_offload,
             write=lambda v: {f"{FSDP}fsdp_offload_params": True} if _all_of(v, "offload") else {},
+            left_out={"distributed_type": "NO"},
         ),
         said(f"{FSDP}fsdp_transformer_layer_cls_to_wrap", "layer_class"),
         fixed({"compute_environment": "LOCAL_MACHINE"}),

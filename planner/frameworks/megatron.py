@@ -30,18 +30,24 @@ COMMUNICATION = {
 }
 SECTIONS = ("model", "train", "ddp", "optimizer", "dist")
 OPTIMIZERS = {"adam": "adamw_fused", "sgd": "momentum", "lion": "lion"}
+PARTS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}  # of a layout, by name
 
 
 # --- pipeline layouts ----------------------------------------------------------------------------
 
 
-def layers_of_layout(layout: str, place: str) -> list[int]:
+def layers_of_layout(layout: str | list[list[str]], place: str) -> list[int]:
     """Layers of each stage of a layout: E the embedding, t a layer, L the loss, | the next stage,
-    (..)*n and x*n repeated, commas for the eye."""
+    (..)*n and x*n repeated, commas for the eye; or of lists of names, one a stage."""
     refused = partial(
         ConfigurationError.refused, place, layout, legal="E, t, L, |, ( )*n: 'E|(t|)*3L'"
     )
-    text = layout.replace(",", "")
+    if isinstance(layout, list):
+        if not all(isinstance(stage, list) and {*stage} <= {*PARTS} for stage in layout):
+            raise refused(way_out=f"lists of {', '.join(PARTS)}, one a stage")
+        text = "|".join("".join(PARTS[name] for name in stage) for stage in layout)
+    else:
+        text = str(layout).replace(",", "")
     for pattern in (r"\(([^()]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
         if len(text) > MOST_LETTERS:
@@ -89,7 +95,7 @@ def _pipeline(found: Found) -> Values:
     ]
     values["layers"] = Shares(first=ends[0], last=ends[1], less=(int(less[0]), int(less[1])))
     if layout := found.get("pipeline_model_parallel_layout"):
-        values["layers"] = layers_of_layout(str(layout), "pipeline_model_parallel_layout")
+        values["layers"] = layers_of_layout(layout, "pipeline_model_parallel_layout")
         if len(values["layers"]) % pp:
             raise ConfigurationError.refused(
                 "pipeline_model_parallel_layout", layout, legal=f"stages of a multiple of pp={pp}"
@@ -144,7 +150,8 @@ def _say_zero(values: Values) -> Found:
     if not zero:
         return {"overlap_grad_reduce": True} if values["dp"] > 1 else {}
     name = next(name for name, stage in FSDP_STAGES.items() if stage == zero)
-    return {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": name}
+    return {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": name,
+            "ckpt_format": "fsdp_dtensor"}  # fmt: skip
 
 
 def _recompute(found: Found) -> Values:
@@ -276,6 +283,7 @@ NAMES = (
     "overlap_param_gather", "recompute_granularity", "recompute_method", "recompute_num_layers",
     "recompute_modules", "recompute_activations", "micro_batch_size", "global_batch_size", "bf16",
     "fp16", "fp8", "fp8_recipe", "optimizer", "use_tp_pp_dp_mapping", "sequence_parallel",
+    "hidden_size", "seq_length",
 )  # fmt: skip
 
 
@@ -317,6 +325,7 @@ def _table(of: Callable[[str], str], narrow: str) -> tuple[Correspondence, ...]:
         ),
         table(of("optimizer"), "optimizer", OPTIMIZERS, left_out="adam"),
         group(("use_tp_pp_dp_mapping",), ("placement",), _placement, _say_placement),
+        group(("hidden_size", "seq_length"), (), dict, lambda values: {}),
         group(
             ("sequence_parallel",),
             (),
@@ -330,6 +339,7 @@ _IN_BRIDGE = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train."),
     **dict.fromkeys((*NAMES[14:22],), "ddp."),
     "optimizer": "optimizer.", "bf16": "model.", "fp16": "model.", "use_tp_pp_dp_mapping": "dist.",
+    "ckpt_format": "checkpoint.",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from itertools import accumulate
 from typing import Any
 
@@ -65,6 +66,11 @@ def _set_by(
             f"has no function {name!r}", place=place, legal=functions, way_out="name one of these"
         )
     found: dict[str, Any] = {}
+    returned = {
+        node.value.id
+        for node in functions[name].body
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
+    }
     for node in functions[name].body:
         if not isinstance(node, PLAIN_LINES):
             raise ConfigurationError(
@@ -76,9 +82,15 @@ def _set_by(
             called = value.func
             if isinstance(called, ast.Name) and called.id in functions:
                 found |= _set_by(called.id, functions, place, (*before, name))
-            elif isinstance(called, ast.Attribute) and called.attr == "Config":
+            elif ast.unparse(called).split(".")[-1] == "Config":
                 for keyword in value.keywords:
                     found |= _section(keyword.arg or "", keyword.value, place)
+            elif isinstance(node, ast.Return) or ast.unparse(node.targets[0]) in returned:
+                raise ConfigurationError(
+                    f": line {node.lineno} begins with {ast.unparse(called)[:60]}(), which is not "
+                    "in the file", place=f"{place}: {name}", legal="Trainer.Config(...), or a "
+                    "function of the file", way_out="copy what that sets; nothing is imported",
+                )  # fmt: skip
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             path = ast.unparse(node.targets[0]).split(".", 1)[1]
             if path.split(".")[0] in SECTIONS:
@@ -125,20 +137,30 @@ def render_python(found: Found) -> str:
         "parallelism": "ParallelismConfig",
         "compile": "CompileConfig",
     }
-    lines = [
-        f"from torchtitan.config import {', '.join(sorted(names[s] for s in sections))}",
-        "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC",
+    made = {"full": "FullAC", "selective": "SelectiveAC"}.get(mode)
+    lines = [f"from torchtitan.config import {', '.join(sorted(names[s] for s in sections))}"]
+    if made:
+        lines.append(f"from torchtitan.distributed.activation_checkpoint import {made}")
+    lines += [
         "", "",
         "def planned(base):",
         '    """A `Trainer.Config` of a model, as planned."""',
     ]  # fmt: skip
     for section, keys in sections.items():
         lines.append(f"    base.{section} = {names[section]}(")
-        lines += [f"        {name}={value!r}," for name, value in keys.items()]
+        for name, value in keys.items():
+            if isinstance(value, list):  # of lists of names
+                rows = (f"            {json.dumps(row)}," for row in value)
+                lines += [f"        {name}=[", *rows, "        ],"]
+            else:
+                lines.append(f"        {name}={_literal(value)},")
         lines.append("    )")
-    made = {"full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}.get(mode, "None")
-    lines += [f"    base.activation_checkpoint = {made}", "    return base"]
-    return "\n".join(lines) + "\n"
+    lines.append(f"    base.activation_checkpoint = {f'{made}.Config()' if made else None}")
+    return "\n".join([*lines, "    return base"]) + "\n"
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def parse(text: str, place: str) -> dict[str, Any]:
@@ -303,6 +325,7 @@ TORCHTITAN = Format(
             )),
             names=("zero", "replicas", "shards", "dp", "dp_shard"), read=_shards, write=_say_shards,
         ),
+        said("training.seq_len", "seq_length"),
         _degree("tensor_parallel_degree", "tp"),
         _degree("context_parallel_degree", "cp"),
         _degree("expert_parallel_degree", "ep"),
@@ -314,7 +337,7 @@ TORCHTITAN = Format(
         said("compile.enable", "compiled", left_out=False),
     ),
     idle=frozenset({
-        "training.seq_len", "training.steps", "training.max_norm", "training.gc_freq",
+        "training.steps", "training.max_norm", "training.gc_freq",
         "training.gc_debug", "training.mixed_precision_reduce", "training.disable_cuda_graphs",
         "training.dataset", "training.warmup_steps", "training.seed", "training.deterministic",
         "training.data_parallel_replicate_degree",

@@ -103,6 +103,33 @@ def test_whether_a_configuration_fits_and_what_would_help(capsys: Captured) -> N
     assert "does not fit" in text and "What would help" in text and "microbatch_size" in text
 
 
+def test_what_does_not_fit_is_said_and_ours_stands_beside_it(capsys: Captured) -> None:
+    Path("small.toml").write_text(SMALL)
+    given = {**CONFIG, "train_batch_size": 2**23, "zero_optimization": {"stage": 0}}
+    Path("ds.json").write_text(json.dumps(given))
+    tight = ["price", "layered:net", "--from", "ds.json", "--cluster", "small.toml", "--no-profile"]
+    text = printed(capsys, *tight, "-o", "no.json", code=2)
+    assert "ds.json: the model does not fit" in text and "What would help" in text
+    assert text.splitlines()[-1].startswith("Ours fits: ") and not Path("no.json").exists()
+    data = json.loads(printed(capsys, *tight, "--json", code=2))
+    assert data["theirs"] is None and data["helps"] and data["ours"]["summary"]["chosen"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--num-layers 5", "num_layers is 5, and the model has not; legal: 4"),
+        ("--hidden-size 65", "hidden_size is 65, and the model has not; legal: 8, 64, 256"),
+        ("--seq-length 4096", "seq_length is 4096, and the model has not; legal: 64"),
+    ],
+)
+def test_a_file_for_another_model_is_refused(capsys: Captured, more: str, says: str) -> None:
+    Path("m.args").write_text(MEGATRON + more)
+    assert says in failed(capsys, ["price", "layered:net", "--from", "m.args", *ON])
+    Path("m.args").write_text(MEGATRON + "--num-layers 4 --hidden-size 64 --seq-length 64")
+    assert configured("m.args", *_net(), **_given()).configuration.values["hidden_size"] == 64
+
+
 def test_a_plan_is_exported_and_means_itself(capsys: Captured) -> None:
     search = ["plan", "layered:net", *ON, "--batch", "64", "--target", "megatron", "--pp", "2"]
     more = ["--schedule", "1f1b", "--tp", "2", "--zero", "1", "--num-microbatches", "4"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.planner.document import Document
-from meshwright.planner.plan import seconds
+from meshwright.planner.plan import InfeasibleError, seconds
 from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.diff import Difference, difference
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    from meshwright.configurations import configured
+    from meshwright.configurations import decided, notes_of, question_of, without_pins
 
     if args.source is None:
         raise CommandError("no configuration", place="--from", legal="a file of another software")
@@ -37,31 +37,49 @@ def run(args: argparse.Namespace) -> Answer:
     model, arguments = arguments_of(args)
     with progress_shown():
         script = override_flags.overrides_of(args).given()
-        found = configured(args.source, model, cluster, script=script, **arguments)
-        report = named_report(args, found.result)
-        report = replace(report, notes=(*found.notes, *report.notes))
-        ours = named_report(args, found.result.replan())
+        said, question = question_of(args.source, model, cluster, script, **arguments)
+        try:
+            theirs = decided(question)
+        except InfeasibleError as error:
+            if args.output:
+                say(f"{args.output} is not written: there is no plan that fits")
+            ours = named_report(args, decided(without_pins(question)))
+            return _too_large(args, notes_of(said), error, ours)
+        report = named_report(args, theirs)
+        report = replace(report, notes=(*notes_of(said), *report.notes))
+        ours = named_report(args, theirs.replan())
     if args.output:
         report.plan.save(args.output)
         say(f"plan written to {args.output}")
     between = difference((report.plan, report.to_dict()), (ours.plan, ours.to_dict()))
+    data = {"theirs": report.to_dict(), "ours": ours.to_dict(), "difference": between.as_dict()}
     return Answer(
-        data=lambda: _data(report, ours, between),
-        text=lambda: _document(args, report, ours, between),
+        data=lambda: data,
+        text=lambda: _document(args.source, said.target, report, ours, between, args.full),
     )
 
 
-def _data(report: Report, ours: Report, between: Difference) -> dict[str, Any]:
-    return {"theirs": report.to_dict(), "ours": ours.to_dict(), "difference": between.as_dict()}
+def _too_large(
+    args: argparse.Namespace, notes: list[str], error: InfeasibleError, ours: Report
+) -> Answer:
+    """What is given does not fit: why, what would help, and ours, which does."""
+    short, _, _ = str(error).partition(" Way out: ")
+    helps = [str(each) for each in error.relaxations]
+    lines = [f"{args.source}: {short}"]
+    if helps:
+        lines += ["What would help", *(f"  - {text}" for text in helps)]
+    data = {"theirs": None, "why": short, "helps": helps, "notes": notes, "ours": ours.to_dict()}
+    ending = [*lines, f"Ours fits: {_chosen(ours)}."]
+    parts = [*ours.document(full=args.full).parts]
+    document = Document.of([*(f"note: {note}" for note in notes)], parts, ending)
+    return Answer(data=lambda: data, text=lambda: document, code=2)
 
 
 def _document(
-    args: argparse.Namespace, report: Report, ours: Report, between: Difference
+    source: str, target: str, report: Report, ours: Report, between: Difference, full: bool
 ) -> Document:
     """The report of what is given, then ours against it."""
     given, best = (each.summary["step_time_s"] for each in (report, ours))
-    told = f"{report.summary['chosen']}; {seconds(given)} a step"
-    fits = f"{report.summary['memory_verdict']}: {report.summary['memory_probability']:.0%}"
     if not between.changes:
         last = "Ours is the same."
     else:
@@ -69,9 +87,17 @@ def _document(
         how = f"{faster:.1%} faster" if faster > 0 else f"{-faster:.1%} slower, and simpler"
         if faster > 1:
             how = f"{1 + faster:.1f} times as fast"
-        last = f"Ours is {how}: {ours.summary['chosen']}; {seconds(best)} a step."
+        last = f"Ours is {how}: {_chosen(ours)}."
     return Document.of(
-        [*report.document(full=args.full).parts],
-        ["From A, as given, to B, ours for the same software:", *between.document().parts],
-        [f"{args.source}: {told}, {fits}.", last],
-    )
+        [*report.document(full=full).parts],
+        [f"From A, as given, to B, ours at the same prices ({target}):",
+         *between.document().parts],
+        [f"{source}: {_chosen(report)}.", last],
+    )  # fmt: skip
+
+
+def _chosen(report: Report) -> str:
+    """A plan, its seconds, and whether it fits."""
+    summary = report.summary
+    fits = f"{summary['memory_verdict']}: {summary['memory_probability']:.0%}"
+    return f"{summary['chosen']}; {seconds(summary['step_time_s'])} a step, {fits}"

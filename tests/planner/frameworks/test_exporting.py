@@ -187,6 +187,29 @@ def check_same(plan: Plan, values: Any) -> None:
         assert {p for row in by_stage for p in row} == {policy}
 
 
+SPLIT: dict[str, Any] = {
+    "dp": 2, "tp": 2, "pp": 2, "virtual": 2, "counts": [1, 3, 2, 2], "schedule": "interleaved_1f1b",
+    "policies": _all("full"),
+}  # fmt: skip
+WRITTEN: dict[str, dict[str, Any]] = {
+    "deepspeed": {"dp": 4, "tp": 2, "zero": 2, "offload": {"optimizer": 0.5}},
+    "accelerate": {"dp": 4, "cp": 2, "cp_kind": "ring", "zero": 3, "dp_shard": 4,
+                   "policies": _all("full")},
+    "transformers": {"dp": 4, "tp": 2, "zero": 2, "policies": _all("full")},
+    "torchtitan": {**SPLIT, "zero": 2},
+    "megatron": {**SPLIT, "cp": 2, "cp_kind": "all_gather", "zero": 1, "precision": "fp8"},
+    "megatron-bridge": {**SPLIT, "cp": 2, "cp_kind": "ring", "zero": 1, "dp_shard": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_are_written_as_they_were(name: str) -> None:
+    """The text as it was when its software's own parser read it (`test_parsers.py`)."""
+    found = exported(plan_of(Random(0), **WRITTEN[name]), FORMATS[name])
+    assert not found.lost
+    assert found.text == (Path(__file__).with_name("golden") / found.file).read_text()
+
+
 def lost(found: Exported) -> dict[str, str]:
     return {each.what: each.instead for each in found.lost}
 

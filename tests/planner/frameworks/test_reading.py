@@ -144,6 +144,28 @@ def test_what_has_no_bearing_is_named(tmp_path: Path) -> None:
     assert found.values["recompute"] == "full" and not found.taken
 
 
+def test_options_of_what_does_not_run_do_nothing(tmp_path: Path) -> None:
+    beside = "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_offload_params: true\n"
+    for kind, again in (("FSDP", "full"), ("MULTI_GPU", "none")):
+        path = written(tmp_path, "a.yaml", f"distributed_type: {kind}\n{beside}")
+        found = read_configuration(path, 8, global_batch_size=64)
+        assert found.values["recompute"] == again
+        assert bool(found.values.get("offload")) == (kind == "FSDP")
+
+
+def test_sections_without_keys_and_calls_of_hydra_say_nothing(tmp_path: Path) -> None:
+    plain = {**DEEPSPEED, "zero_optimization": {}}
+    assert read_configuration(written(tmp_path, "ds.json", plain), 8).values["zero"] == 0
+    text = """model:
+  _target_: a.Provider
+  pipeline_model_parallel_size: 2
+  pipeline_model_parallel_layout: [[embedding, decoder], [decoder, decoder, loss]]
+train: {micro_batch_size: 1, global_batch_size: 8}
+"""
+    found = read_configuration(written(tmp_path, "b.yaml", text), 8)
+    assert found.values["layers"] == [1, 2] and found.idle == ("model._target_",)
+
+
 REFUSED = [
     ("ds.json", DEEPSPEED | {"zero_optimization": {"stge": 3}}, "may be 'zero_optimization.stage'"),
     ("ds.json", DEEPSPEED | {"bf16_enabled": True}, "has 'bf16_enabled', which deepspeed"),
@@ -190,6 +212,11 @@ REFUSED = [
     ("m.args", MEGATRON + "--pipeline-model-parallel-layout 'E|ttmL'", "multi-token prediction"),
     ("m.args", MEGATRON + "--recompute-granularity full", "legal: uniform, block"),
     ("m.args", "python train.py --bf16", "begins with 'python'"),
+    ("t.py:base", TITAN.replace("return Trainer.Config(", "return llama3_8b("),
+     "begins with llama3_8b(), which is not in the file"),
+    ("b.yaml", "model:\n  pipeline_model_parallel_size: 2\n"
+     "  pipeline_model_parallel_layout: [[embedding, decoder], [decoder, head]]\n",
+     "lists of embedding, decoder, loss, mtp, one a stage"),
     ("t.py", TITAN, "has the functions base, small"),
     ("t.py:large", TITAN, "has no function 'large'"),
     ("t.py:base", TITAN.replace("batch_size=4", "batch_size=len(x)"), "nothing of the file is run"),
