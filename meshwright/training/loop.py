@@ -177,7 +177,7 @@ class Loop:
             self.result.settle()
             self.result.monitor.close()
         except KeyboardInterrupt:
-            self._say_interrupted()
+            self._say_cut_off("interrupted")
             raise
         finally:
             for logger in self.loggers:
@@ -187,17 +187,22 @@ class Loop:
             self._load_best(self.saves.checkpoints)
         self._agreed("end")
         if ended == SIGNAL:
+            self._say_cut_off("ended by SIGTERM")
             requests.await_signal()
         return ended
 
-    def _say_interrupted(self) -> None:
-        if self.saves is None or launch.rank() != 0:
+    def _say_cut_off(self, how: str) -> None:
+        if launch.rank() != 0:
             return
-        kept, step = self.saves.checkpoints, self.progress.step
+        step = self.progress.step
+        if self.saves is None:
+            log.warning("%s after step %d: without a folder nothing is kept", how, step)
+            return
+        kept = self.saves.checkpoints
         newest = (
             f"goes on from {kept.path(self.saved_step).name}" if self.saved_step else "begins anew"
         )
-        log.warning("interrupted after step %d: a run in %s %s", step, kept.folder, newest)
+        log.warning("%s after step %d: a run in %s %s", how, step, kept.folder, newest)
 
     def _resume(self) -> None:
         """Go on from a checkpoint, if there is one."""

@@ -8,8 +8,9 @@ such stages hold at its peak (`costmodel.stages.peak`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
 
@@ -32,6 +33,7 @@ from meshwright.planner.stages import recompute_levels
 
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
 MAX_CUTS = 24  # combinations cut for one, without relief and with
+FULL_PIPELINE = 4  # micro-batches of a device group that keep a pipeline nearly full
 MAX_DRAFTS = 6  # that fit, of which the fastest is written out
 
 
@@ -88,12 +90,36 @@ def memory_needs(equal: EqualStages, choice: MeshChoice) -> Iterator[MemoryNeed]
 
 def plan_that_fits(drafter: Drafter, choices: Sequence[MeshChoice] = ()) -> Candidate | None:
     """The fastest of a few plans that fit as they are written out; None without any."""
-    drafts = _fitting(drafter, choices or least_memory_choices(drafter.space)[:MAX_MESHES])
+    choices = choices or least_memory_choices(drafter.space)[:MAX_MESHES]
+    larger = (_with_larger_microbatches(drafter.equal, choice) for choice in choices)
+    drafts = _fitting(drafter, list(dict.fromkeys(chain(larger, choices))))
     near = sorted(islice(drafts, MAX_DRAFTS), key=attrgetter("step_time_s"))
     written = map(drafter.written, chain(near, islice(drafts, MAX_DRAFTS)))
     fitting = next((candidate for candidate in written if candidate.fits), None)
     drafter.forget()
     return fitting
+
+
+def _with_larger_microbatches(equal: EqualStages, choice: MeshChoice) -> MeshChoice:
+    """The mesh with the fewest micro-batches that fit, if not too few for its pipeline."""
+    space, mesh, groups = equal.space, choice.mesh, choice.groups
+    devices, least = space.cluster.num_devices // groups, FULL_PIPELINE * groups * (groups > 1)
+
+    def of(m: int) -> MeshChoice:
+        return replace(choice, num_microbatches=m)
+
+    def fits(m: int) -> bool:
+        return any(need.excess_bytes <= 0 for need in memory_needs(equal, of(m)))
+
+    counts = [
+        m
+        for m in space.microbatch_counts()
+        if least <= m < choice.num_microbatches
+        and mesh in space.meshes(devices, m)
+        and space.schedules(groups, m)
+    ]
+    at = bisect_left(counts, True, key=fits)
+    return of(counts[at]) if at < len(counts) else choice
 
 
 def some_plan_fits(drafter: Drafter) -> bool:

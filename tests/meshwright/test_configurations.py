@@ -154,7 +154,7 @@ def test_what_is_lost_is_refused_where_nobody_knows_whether_it_fits(capsys: Capt
     assert "pp=2: it has no key for it; instead 1, with dp=8" in err
     assert not Path("out/ds_config.json").exists()
     text = printed(capsys, "export", "p.json", "--to", "deepspeed", "-o", "out", "--lossy")
-    assert "Not priced again" in text and "Your script says" in text
+    assert "Not priced again" in text and "Left to you" in text
     assert json.loads(Path("out/ds_config.json").read_text())["train_batch_size"] == 64
     text = printed(capsys, "export", "p.json", "layered:net", *ON, "--to", "deepspeed", "-o", "out")
     assert "As written: dp8, " in text
@@ -196,9 +196,15 @@ def test_a_script_of_plain_torch_is_written(capsys: Captured) -> None:
     search = ["plan", "layered:net", "--cluster", "local:2", "--no-profile", "--batch", "8"]
     printed(capsys, *search, "--dp", "2", "--zero", "3", "-o", "p.json")
     to = ["export", "p.json", "layered:net", "--cluster", "local:2", "--to", "torch", "-o", "out"]
-    assert "out/train.py" in printed(capsys, *to)
+    text = printed(capsys, *to)
+    assert "out/train.py" in text and "As written: dp2, " in text and " a step, fits." in text
+    assert "Left to you" not in text
+    layered = Path("layered.py").read_text()
+    Path("bare.py").write_text(layered.replace("return Layered()", 'return Layered().to("meta")'))
+    text = printed(capsys, *to[:2], "bare:net", *to[3:])
+    assert "weights: bare:net gives a model on meta" in text
     script = Path("out/train.py").read_text()
-    assert "fully_shard(" in script and "from layered import net as build" in script
+    assert "fully_shard(" in script and "from bare import net as build" in script
     compile(script, "train.py", "exec")
     err = failed(capsys, ["export", "p.json", "--to", "torch"])
     assert "the model" in err and "module:function" in err

@@ -19,6 +19,7 @@ from meshwright.shell.terminal import Answer
 
 if TYPE_CHECKING:
     from meshwright.planner.pricing import Prediction
+    from meshwright.profiles.cluster import Cluster
 
 LIST = "export.txt"
 TORCH, SCRIPT = "torch", "train.py"
@@ -51,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Files of an export; what is lost, and what the user's script says; seconds of a step as
-    planned and as written, by the price of the software, and whether it fits, where a model was
-    given."""
+    """Files of an export; what is lost, and what the user's `script` has to say. Where a model was
+    given: seconds of a step as planned and as written, by the software's prices, and whether it
+    fits."""
 
     format: str
     version: str
@@ -72,7 +73,7 @@ class Written:
     def __str__(self) -> str:
         lines = [f"{', '.join(self.files)}: for {self.format} {self.version}"]
         if self.script:
-            lines += ["Your script says", *(f"  - {each}" for each in self.script)]
+            lines += ["Left to you", *(f"  - {each}" for each in self.script)]
         if self.lost:
             lines += ["It can't say", *(f"  - {each}" for each in self.lost)]
         if self.written_step_time_s is not None:
@@ -106,11 +107,23 @@ def _script(args: argparse.Namespace, plan: Plan) -> Written:
         )
     model, arguments = arguments_of(args)
     keywords = {name: arguments[name] for name in ("example_inputs", "loss_fn")}
+    cluster = cluster_named(args.cluster)
     with progress_shown():
-        script = as_script(plan, model, cluster_named(args.cluster), module=args.model, **keywords)
-    check_lost(script.cannot_express, args.lossy)
-    lost, version = script.cannot_express, torch.__version__
-    return _kept(args, SCRIPT, script.text, Written(format=TORCH, version=version, lost=lost))
+        script = as_script(plan, model, cluster, module=args.model, **keywords)
+        check_lost(script.cannot_express, args.lossy)
+        given = {"global_batch_size": plan.global_batch_size, **arguments}
+        planned = _as_planned(model, cluster, plan, **given)
+    left = []
+    if any(each.is_meta for each in model.parameters()):
+        left.append(f"weights: {args.model} gives a model on meta; the script trains what it gives")
+    answer = Written(
+        format=TORCH,
+        version=torch.__version__,
+        lost=script.cannot_express,
+        script=tuple(left),
+        **_prices(None, planned),
+    )
+    return _kept(args, SCRIPT, script.text, answer)
 
 
 def _configuration(args: argparse.Namespace, plan: Plan) -> Written:
@@ -160,21 +173,14 @@ def _priced(
 ) -> tuple[tuple[str, Prediction, str] | None, tuple[str, Prediction, str] | None]:
     """The plan as planned, where the software can run it, and as written. Raises `LossError` where
     the one fits and the other doesn't."""
-    from meshwright.api import auto_parallelize
     from meshwright.configurations import configured
 
     args.global_batch_size = args.global_batch_size or plan.global_batch_size
     cluster = cluster_named(args.cluster)
     model, arguments = arguments_of(args)
-    planned = None
     with progress_shown():
-        try:
-            given = {**arguments, "precision": plan.precision, "target": made.configuration.target}
-            ours = auto_parallelize(model, cluster, plan=plan, **given)
-            planned = (describe(ours.plan), ours.prediction, ours.report.summary["memory_verdict"])
-        except MeshwrightError as error:
-            if isinstance(error, InfeasibleError):
-                raise
+        target = made.configuration.target
+        planned = _as_planned(model, cluster, plan, **{**arguments, "target": target})
         try:
             more = {k: v for k, v in arguments.items() if k not in ("target", "precision")}
             result = configured(made.configuration, model, cluster, **more).result
@@ -186,6 +192,23 @@ def _priced(
             return planned, None
     verdict = result.report.summary["memory_verdict"]
     return planned, (describe(result.plan), result.prediction, verdict)
+
+
+def _as_planned(
+    model: Any, cluster: Cluster, plan: Plan, **arguments: Any
+) -> tuple[str, Prediction, str] | None:
+    """The plan, its price and whether it fits; None where the target can't run it. Raises
+    `InfeasibleError`."""
+    from meshwright.api import auto_parallelize
+
+    try:
+        given = {**arguments, "precision": plan.precision}
+        result = auto_parallelize(model, cluster, plan=plan, **given)
+    except InfeasibleError:
+        raise
+    except MeshwrightError:
+        return None
+    return describe(result.plan), result.prediction, result.report.summary["memory_verdict"]
 
 
 def _prices(

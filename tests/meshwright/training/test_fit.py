@@ -233,6 +233,20 @@ def test_an_interrupted_run_says_where_it_goes_on(
     assert f"interrupted after step 2: a run in {tmp_path} {says}" in caplog.text
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_that_is_ended_by_a_signal_says_where_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    batches = [batch_of(range(ROWS))] * 9
+    folder = tmp_path if kept else None
+    done = fit(
+        begun_anew(), batches, optimizer=signalled(signal.SIGTERM, rank=0), folder=folder, steps=9
+    )
+    says = f"a run in {tmp_path} goes on from step-" if kept else "without a folder nothing is kept"
+    assert done.ended == "signal"
+    assert f"ended by SIGTERM after step {done.steps}: {says}" in caplog.text
+
+
 def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
     result = begun_anew()
     fit(result, Tokens(), optimizer=sgd, folder=tmp_path, steps=2)
