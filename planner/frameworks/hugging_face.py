@@ -132,7 +132,7 @@ SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", 
 
 
 def _offload(found: Found) -> Values:
-    """Of FSDP or DeepSpeed, whichever runs: options of another kind do nothing."""
+    """Host memory as FSDP or DeepSpeed uses it: options of the one that does not run do nothing."""
     kind = _kind(found)
     params = kind == "FSDP" and switch(found, f"{FSDP}fsdp_offload_params")
     states = found.get(f"{DEEPSPEED}offload_optimizer_device", "none")

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> Answer:
 def _too_large(
     args: argparse.Namespace, notes: list[str], error: InfeasibleError, ours: Report
 ) -> Answer:
-    """What is given does not fit: why, what would help, and ours, which does."""
+    """The answer where what is given does not fit: why, what would help, and ours, which does."""
     short, _, _ = str(error).partition(" Way out: ")
     helps = [str(each) for each in error.relaxations]
     lines = [f"{args.source}: {short}"]
