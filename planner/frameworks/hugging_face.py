@@ -142,8 +142,9 @@ def _offload(found: Found) -> Values:
     return {"offload": {"optimizer": 1.0}} if params or states == "cpu" else {}
 
 
-def _all_of(values: Values, name: str) -> bool:
-    return bool((values.get(name) or {}).get("optimizer") == 1)
+def _away(values: Values) -> bool:
+    """Whether states are in host memory: all of them then, as it has no part."""
+    return bool((values.get("offload") or {}).get("optimizer"))
 
 
 def _checkpointing(found: Found) -> Values:
@@ -217,7 +218,7 @@ ACCELERATE = Format(
             ),
             names=("offload",),
             read=_offload,
-            write=lambda v: {f"{FSDP}fsdp_offload_params": True} if _all_of(v, "offload") else {},
+            write=lambda v: {f"{FSDP}fsdp_offload_params": True} if _away(v) else {},
             left_out={"distributed_type": "NO"},
         ),
         said(f"{FSDP}fsdp_transformer_layer_cls_to_wrap", "layer_class"),
@@ -337,7 +338,7 @@ def _say_argument_zero(values: Values) -> Found:
     zero = values.get("zero", 0)
     if not zero:
         return {}
-    words = ["full_shard", "auto_wrap", *(["offload"] if _all_of(values, "offload") else [])]
+    words = ["full_shard", "auto_wrap", *(["offload"] if _away(values) else [])]
     return {"fsdp": " ".join(words), "fsdp_config.version": 2,
             "fsdp_config.reshard_after_forward": zero == 3}  # fmt: skip
 
