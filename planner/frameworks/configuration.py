@@ -121,33 +121,42 @@ def layers_of(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """A rule that shares layers out: so many on the `first` and the `last` stage, or so many `less`
-    there; the other stages get the same, those at the front one more where they don't divide."""
+    """A rule that shares layers out among device groups, each group's equally among its `chunks`:
+    so many on the `first` and the `last` group, the same on the others, those at the front one more
+    where they don't divide. So many `less` are on the first and the last stage, without a number
+    for their groups."""
 
     first: int | None = None
     last: int | None = None
-    less: tuple[int, int] = (0, 0)
+    less: tuple[int, ...] = (0, 0)
+    chunks: int = 1
 
     def counts(self, layers: int, stages: int) -> list[int]:
         """Layers of each stage."""
-        given = {0: self.first, stages - 1: self.last}
-        fixed = {k: n for k, n in given.items() if n is not None}
-        less = {k: n for k, n in zip((0, stages - 1), self.less, strict=True) if k not in fixed}
-        free = [k for k in range(stages) if k not in fixed]
-        if not free:
-            return [fixed[k] for k in range(stages)]
-        base, extra = divmod(layers - sum(fixed.values()) + sum(less.values()), len(free))
-        more = {k: base + (n < extra) - less.get(k, 0) for n, k in enumerate(free)}
-        return [({**more, **fixed})[k] for k in range(stages)]
+        groups = stages // self.chunks
+        given = {0: self.first, groups - 1: self.last}
+        of_group = {k: n for k, n in given.items() if n is not None}
+        less = [n * (end is None) for n, end in zip(self.less, given.values(), strict=True)]
+        if free := [k for k in range(groups) if k not in of_group]:
+            base, extra = divmod(layers + sum(less) - sum(of_group.values()), len(free))
+            of_group |= {k: base + (n < extra) for n, k in enumerate(free)}
+        each = [divmod(of_group[k], self.chunks) for k in range(groups)]
+        rounds = range(self.chunks)
+        counts = [of + (chunk < more) for chunk in rounds for of, more in each]
+        counts[0] -= less[0]
+        counts[-1] -= less[1]
+        return counts
 
 
 def _by_block(names: Sequence[str], stages: Sequence[Sequence[str]], value: Any) -> Any:
-    """A policy of all layers, or (policy, count) of the first ones of each stage; what is no layer
-    keeps everything: frameworks wrap these alone."""
-    policy, most = value if isinstance(value, tuple) else (value, len(names))
+    """A policy of all layers, or (policy, count) of the first ones of each stage, or (policy,
+    "every n") of each n-th; what is no layer keeps everything: frameworks wrap these alone."""
+    policy, which = value if isinstance(value, tuple) else (value, len(names))
     wrapped = {*layers_of(names)}
+    step = int(which.removeprefix("every ")) if isinstance(which, str) else 1
+    part = slice(step - 1, None, step) if isinstance(which, str) else slice(which)
     chosen = {
-        name for stage in stages for name in [name for name in stage if name in wrapped][:most]
+        name for stage in stages for name in [name for name in stage if name in wrapped][part]
     }
     return {name: policy if name in chosen else "none" for name in names}
 

@@ -126,7 +126,8 @@ class Format:
 
     `by_script`: decisions that no key says, but the user's script, with the way in which it does.
     `habits`: what the software does by itself, and `train_step` doesn't. `unplanned` are keys, or
-    what they begin with, that change memory or numbers, and that no decision says.
+    what they begin with, that change memory or numbers, and that no decision says. `lacks` gives
+    the axes that it has, but not beside these values.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Format:
     by_script: Found = field(default_factory=dict)
     habits: Callable[[Found], tuple[str, ...]] = lambda found: ()
     unplanned: Collection[str] = ()
+    lacks: Callable[[Values], tuple[str, ...]] = lambda values: ()
 
     @property
     def names(self) -> set[str]:

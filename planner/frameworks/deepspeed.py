@@ -22,7 +22,7 @@ VERSION = "0.19.8"
 ZERO = "zero_optimization."
 OPTIMIZERS = {
     "AdamW": "adamw_fused", "Adam": "adamw_fused", "FusedAdam": "adamw_fused", "Lion": "lion",
-    "Adagrad": "adagrad", "SGD": "momentum", "adamw": "adamw_fused", "adam": "adamw_fused",
+    "Adagrad": "adagrad", "SGD": "sgd", "adamw": "adamw_fused", "adam": "adamw_fused",
 }  # fmt: skip
 IDLE = frozenset({
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
@@ -101,46 +101,50 @@ def _say_precision(values: Values) -> Found:
     return {f"{precision}.enabled": True} if precision in ("bf16", "fp16") else {}
 
 
-def _offload(found: Found) -> Values:
-    """Optimizer states, and below stage 3 weights, in host memory or files; at stage 3 the weights
-    that are stepped are with their states."""
-    steps = found.get(f"{ZERO}offload_optimizer.device")
-    if found.get(f"{ZERO}cpu_offload"):
-        steps = steps or "cpu"
-    weights = found.get(f"{ZERO}offload_param.device") or (
-        "cpu" if found.get(f"{ZERO}cpu_offload_param") else None
-    )
-    if steps in (None, "none") and weights in (None, "none"):
+def parts_away(states: Any, weights: Any, stage: int, ratio: float, place: str) -> Values:
+    """Parts in host memory or files where optimizer states and weights are said to be on such
+    devices. Below stage 3 only all states go away, to host memory, whatever else is said; at stage
+    3 the weights that are stepped are with their states. Raises `ConfigurationError`."""
+    states, weights = (None if each == "none" else each for each in (states, weights))
+    if states is None and (weights is None or stage < 3):
         return {}
-    if steps in (None, "none"):
+    if states is None:
         raise ConfigurationError.refused(
-            f"{ZERO}offload_param.device", weights, legal="beside offload_optimizer"
-        )
-    if steps not in ("cpu", "nvme"):
+            f"{place} of parameters", weights, legal="beside the optimizer's",
+            way_out="send the optimizer's states there, too: weights alone are not planned",
+        )  # fmt: skip
+    if states not in ("cpu", "nvme"):
         raise ConfigurationError.refused(
-            f"{ZERO}offload_optimizer.device", steps, legal="none, cpu, nvme"
+            f"{place} of the optimizer", states, legal="none, cpu, nvme"
         )
-    part = float(found.get(f"{ZERO}offload_optimizer.ratio", 1.0))
-    parts = {"optimizer": part}
-    if steps == "nvme":
-        parts["nvme"] = part
-    if weights not in (None, "none") and found.get(f"{ZERO}stage") != 3:
-        parts["weights"] = part
-    return {"offload": parts}
+    if stage == 3 and "nvme" in (states, weights):
+        raise ConfigurationError.refused(
+            f"{place} at stage 3", "nvme", legal="cpu",
+            way_out="files under ZeRO-3 are not planned: price it with cpu",
+        )  # fmt: skip
+    if ratio != 1 and stage < 3:
+        raise ConfigurationError.refused(
+            f"{place}: ratio", ratio, legal="1.0 below stage 3, as DeepSpeed asks for"
+        )
+    return {"offload": {"optimizer": ratio}}
+
+
+def _offload(found: Found) -> Values:
+    states, weights = (found.get(f"{ZERO}offload_{of}.device") for of in ("optimizer", "param"))
+    states = states or ("cpu" if switch(found, f"{ZERO}cpu_offload") else None)
+    weights = weights or ("cpu" if switch(found, f"{ZERO}cpu_offload_param") else None)
+    ratio = float(found.get(f"{ZERO}offload_optimizer.ratio", 1.0))
+    stage = found.get(f"{ZERO}stage", 0)
+    return parts_away(states, weights, stage, ratio, f"{ZERO}offload device")
 
 
 def _say_offload(values: Values) -> Found:
-    parts = values.get("offload") or {}
-    if not parts.get("optimizer"):
+    part = (values.get("offload") or {}).get("optimizer")
+    if not part:
         return {}
-    device = "nvme" if parts.get("nvme") else "cpu"
-    found: dict[str, Any] = {f"{ZERO}offload_optimizer.device": device}
-    if parts["optimizer"] < 1:
-        found[f"{ZERO}offload_optimizer.ratio"] = parts["optimizer"]
-    if device == "nvme":
-        found[f"{ZERO}offload_optimizer.nvme_path"] = "/local_nvme"
-    if parts.get("weights"):
-        found[f"{ZERO}offload_param.device"] = "cpu"
+    found: dict[str, Any] = {f"{ZERO}offload_optimizer.device": "cpu"}
+    if part < 1 and values.get("zero") == 3:
+        found[f"{ZERO}offload_optimizer.ratio"] = part
     return found
 
 
@@ -172,14 +176,62 @@ def _above_one(key: str, name: str) -> Correspondence:
 
 
 def _ulysses(found: Found) -> Values:
-    size = found.get("sequence_parallel_size", 1)
-    return {"cp": size, "cp_kind": "ulysses"} if size > 1 else {"cp": 1}
+    size, ranks = found.get("sequence_parallel_size", 1), found.get("data_parallel_size")
+    values = {"cp": size, "cp_kind": "ulysses"} if size > 1 else {"cp": 1}
+    return values if ranks is None else {**values, "devices": ranks * size}
+
+
+def _say_ulysses(values: Values) -> Found:
+    """Both degrees: of the one alone no groups are made."""
+    cp = values.get("cp") or 1
+    ranks = values["dp"] * (values.get("tp") or 1)
+    return {"sequence_parallel_size": cp, "data_parallel_size": ranks} if cp > 1 else {}
+
+
+def _rows(found: Found) -> Values:
+    """Rows of a step: the batch counts those of each tensor-parallel rank, which are the same."""
+    batch, tp = found.get("train_batch_size"), found.get("tensor_parallel.autotp_size", 1)
+    if batch is None:
+        return {}
+    if batch % max(tp, 1):
+        raise ConfigurationError.refused(
+            "train_batch_size", batch, legal=f"multiples of autotp_size={tp}"
+        )
+    return {"global_batch_size": batch // max(tp, 1)}
+
+
+def _momentum(found: Found) -> Values:
+    """The optimizer by its type; SGD by whether it has a momentum."""
+    name = found.get("optimizer.type")
+    if name == "SGD":
+        return {"optimizer": "momentum" if found.get("optimizer.params.momentum") else "sgd"}
+    return _OPTIMIZER.read(found)
+
+
+def _say_optimizer(values: Values) -> Found:
+    if values.get("optimizer") == "momentum":
+        return {"optimizer.type": "SGD", "optimizer.params.momentum": 0.9}
+    return _OPTIMIZER.write(values)
+
+
+_OPTIMIZER = table("optimizer.type", "optimizer", OPTIMIZERS)
 
 
 def _habits(found: Found) -> tuple[str, ...]:
-    if "gradient_clipping" in found:
-        return ()
-    return ("DeepSpeed clips gradients at norm 1.0 where nothing is said: train with it, too",)
+    said = []
+    if "gradient_clipping" not in found:
+        clips = "DeepSpeed clips gradients at norm 1.0 where nothing is said: train with it, too"
+        said.append(clips)
+    if (tp := found.get("tensor_parallel.autotp_size", 1)) > 1 and "train_batch_size" in found:
+        said.append(f"train_batch_size counts rows {tp} times, once for each tensor-parallel rank")
+    sequence, data = (found.get(f"{of}_parallel_size", 1) for of in ("sequence", "data"))
+    if sequence > 1 and data == 1:
+        said.append("sequence_parallel_size alone splits nothing: the script has to pass an mpu")
+    if found.get(f"{ZERO}stage", 0) < 3 and f"{ZERO}offload_param.device" in found:
+        said.append("offload_param does nothing below stage 3")
+    if found.get(f"{ZERO}stage", 0) < 3 and found.get(f"{ZERO}offload_optimizer.device") == "nvme":
+        said.append("nvme below stage 3 is host memory there")
+    return tuple(said)
 
 
 def target_of(values: Values) -> str:
@@ -193,7 +245,11 @@ DEEPSPEED = Format(
     file="ds_config.json",
     table=(
         fixed({"_written_for": f"DeepSpeed {VERSION}"}),  # it takes what it does not know on top
-        said("train_batch_size", "global_batch_size"),
+        Correspondence(
+            keys=("train_batch_size", "tensor_parallel.autotp_size"),
+            names=("global_batch_size",), read=_rows,
+            write=lambda v: {"train_batch_size": v["global_batch_size"] * (v.get("tp") or 1)},
+        ),
         said("train_micro_batch_size_per_gpu", "microbatch_size"),
         said("gradient_accumulation_steps", "num_microbatches"),
         said(f"{ZERO}stage", "zero", left_out=0),
@@ -216,10 +272,13 @@ DEEPSPEED = Format(
         ),
         _above_one("tensor_parallel.autotp_size", "tp"),
         Correspondence(
-            keys=("sequence_parallel_size",), names=("cp", "cp_kind"), read=_ulysses,
-            write=lambda v: {"sequence_parallel_size": v["cp"]} if v.get("cp", 1) > 1 else {},
+            keys=("sequence_parallel_size", "data_parallel_size"), names=("cp", "cp_kind"),
+            read=_ulysses, write=_say_ulysses,
         ),
-        table("optimizer.type", "optimizer", OPTIMIZERS),
+        Correspondence(
+            keys=("optimizer.type", "optimizer.params.momentum"), names=("optimizer",),
+            read=_momentum, write=_say_optimizer,
+        ),
         fixed({f"{ZERO}overlap_comm": True, f"{ZERO}contiguous_gradients": True}),
     ),
     idle=IDLE,

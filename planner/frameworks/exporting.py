@@ -42,7 +42,7 @@ def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Expor
     if optimizer is not None and "optimizer" in kind.names:
         values["optimizer"] = optimizer
     text, found = kind.write(values)
-    script = {name: values[name] for name in kind.by_script if values.get(name) is not None}
+    script = {name: values[name] for name in kind.by_script if _used(name, values)}
     again = configuration_of(
         kind, found, f"{kind.name} as written", plan.num_ranks, plan.global_batch_size, script
     )
@@ -86,18 +86,27 @@ def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Expor
 _lost = partial(Lost, frees=True)
 
 
+def _used(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a script has to say it: it is there, and not what is taken without a word."""
+    value = values.get(name)
+    if name == "cp_kind" and values["cp"] == 1:
+        return False
+    return value is not None and (name not in DECISIONS or value not in (DECISIONS[name].off, 1))
+
+
 def _fold(values: dict[str, Any], kind: Format, lost: list[Lost]) -> None:
     """Axes that the software has not become data parallelism, of as many rows at once."""
     for axis in ("pp", "cp", "tp"):
         degree = values.get(axis) or 1
-        if degree == 1 or axis in kind.names:
+        has = axis in kind.names or axis in kind.by_script
+        if degree == 1 or (has and axis not in kind.lacks(values)):
             continue
         dp = values["dp"] * degree
         lost.append(_lost(what=axis, value=str(degree), why=MISSING, instead=f"1, with dp={dp}"))
         values.update({axis: 1, "dp": dp})
         if axis == "pp":
             values["virtual_stages"] = 1
-        if values.get("dp_shard"):
+        if values.get("dp_shard") and axis != "cp":  # which it counts
             values["dp_shard"] *= degree
     rows, batch = values["microbatch_size"], values["global_batch_size"]
     share, left = divmod(batch, values["dp"])

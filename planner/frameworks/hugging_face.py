@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from meshwright.planner.frameworks.correspondence import (
@@ -18,6 +17,7 @@ from meshwright.planner.frameworks.correspondence import (
     switch,
     table,
 )
+from meshwright.planner.frameworks.deepspeed import parts_away
 from meshwright.planner.frameworks.texts import parse_tree, parse_yaml, render_json, render_yaml
 
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -54,18 +54,14 @@ def _zero(found: Found) -> Values:
         return {"zero": found.get(f"{DEEPSPEED}zero_stage", 2), "engine": "deepspeed"}
     if kind != "FSDP":
         return {"zero": 0}
-    again = found.get(f"{FSDP}fsdp_reshard_after_forward", True)
-    if found.get(f"{FSDP}fsdp_version", 1) == 1:
-        name = str(
-            found.get(
-                f"{FSDP}fsdp_sharding_strategy", again if isinstance(again, str) else "FULL_SHARD"
-            )
-        )
+    if found.get(f"{FSDP}fsdp_version", 1) == 1:  # a launch gives the strategy, said or not
+        name = str(found.get(f"{FSDP}fsdp_sharding_strategy", "FULL_SHARD"))
         if name not in STRATEGIES:
             raise ConfigurationError.refused(
                 f"{FSDP}fsdp_sharding_strategy", name, legal=STRATEGIES
             )
         return {"zero": STRATEGIES[name]}
+    again = found.get(f"{FSDP}fsdp_reshard_after_forward", True)
     if again not in (True, False, "true", "false"):
         raise ConfigurationError.refused(
             f"{FSDP}fsdp_reshard_after_forward", again, legal=(True, False)
@@ -86,21 +82,27 @@ def _say_zero(values: Values) -> Found:
     }
 
 
-def _axes(found: Found, prefix: str) -> Values:
+def _axes(found: Found) -> Values:
     """Degrees, and how attention runs where the sequence is split."""
     sizes = {
-        name: found.get(f"{prefix}{name}_size")
+        name: found.get(f"{PARALLEL}{name}_size")
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
+    if (sizes["sp"] or 1) > 1 and _kind(found) != "DEEPSPEED":
+        raise ConfigurationError.refused(
+            f"{PARALLEL}sp_size", sizes["sp"], legal="1 but under DEEPSPEED, which alone runs it"
+        )
     if (sizes["cp"] or 1) > 1 and (sizes["sp"] or 1) > 1:
-        raise ConfigurationError.refused(f"{prefix}sp_size", sizes["sp"], legal="1 beside cp_size")
+        raise ConfigurationError.refused(
+            f"{PARALLEL}sp_size", sizes["sp"], legal="1 beside cp_size"
+        )
     if any(size is not None for size in sizes.values()):  # what is left out there is 1
         sizes = {name: 1 if size is None else size for name, size in sizes.items()}
     values: dict[str, Any] = {"tp": sizes["tp"] or 1}
     if (sizes["sp"] or 1) > 1:
         values |= {"cp": sizes["sp"], "cp_kind": "ulysses"}
     elif (sizes["cp"] or 1) > 1:
-        ring = str(found.get(f"{prefix}cp_comm_strategy", "allgather")) == "alltoall"
+        ring = str(found.get(f"{PARALLEL}cp_comm_strategy", "allgather")) == "alltoall"
         values |= {"cp": sizes["cp"], "cp_kind": "ring" if ring else "all_gather"}
     for name, key in (("replicas", "dp_replicate"), ("shards", "dp_shard")):
         if sizes[key] is not None:
@@ -108,23 +110,35 @@ def _axes(found: Found, prefix: str) -> Values:
     return values
 
 
-def _say_axes(values: Values, prefix: str) -> Found:
-    tp, cp, dp = (values.get(name) or 1 for name in ("tp", "cp", "dp"))
-    shard = (values.get("dp_shard") or dp * cp) // cp if values.get("zero") else 1
+def _shards(values: Values) -> int:
+    """Ranks of the data axis that states are divided among."""
+    cp, dp = values.get("cp") or 1, values["dp"]
+    shards: int = (values.get("dp_shard") or dp * cp) // cp if values.get("zero") else 1
+    return shards
+
+
+def _say_axes(values: Values) -> Found:
+    tp, cp, shard = values.get("tp") or 1, values.get("cp") or 1, _shards(values)
     found: dict[str, Any] = {
-        f"{prefix}dp_replicate_size": dp // shard,
-        f"{prefix}dp_shard_size": shard,
+        f"{PARALLEL}dp_replicate_size": values["dp"] // shard,
+        f"{PARALLEL}dp_shard_size": shard,
+        f"{PARALLEL}tp_size": tp,
     }
-    found[f"{prefix}tp_size"] = tp
-    if cp > 1 and values.get("cp_kind") == "ulysses":
-        found |= {f"{prefix}sp_size": cp, f"{prefix}sp_backend": "deepspeed"}
-    elif cp > 1:
+    if cp > 1:
         ring = values.get("cp_kind") == "ring"
         found |= {
-            f"{prefix}cp_size": cp,
-            f"{prefix}cp_comm_strategy": "alltoall" if ring else "allgather",
+            f"{PARALLEL}cp_size": cp,
+            f"{PARALLEL}cp_comm_strategy": "alltoall" if ring else "allgather",
         }
     return found
+
+
+def _lacks(values: Values) -> tuple[str, ...]:
+    """Axes that FSDP does not have beside these values: all but dp without shards, and Ulysses."""
+    replicated = values["dp"] > 1 and _shards(values) == 1
+    if not values.get("zero") or replicated:
+        return "tp", "cp"
+    return ("cp",) if values.get("cp_kind") == "ulysses" else ()
 
 
 AXES = ("replicas", "shards", "dp", "dp_shard", "tp", "cp", "cp_kind")
@@ -134,12 +148,13 @@ SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", 
 def _offload(found: Found) -> Values:
     """Host memory as FSDP or DeepSpeed uses it: options of the one that does not run do nothing."""
     kind = _kind(found)
-    params = kind == "FSDP" and switch(found, f"{FSDP}fsdp_offload_params")
-    states = found.get(f"{DEEPSPEED}offload_optimizer_device", "none")
-    states = states if kind == "DEEPSPEED" else "none"
-    if states == "nvme":
-        return {"offload": {"optimizer": 1.0, "nvme": 1.0}}
-    return {"offload": {"optimizer": 1.0}} if params or states == "cpu" else {}
+    if kind == "DEEPSPEED":
+        states, weights = (found.get(f"{DEEPSPEED}offload_{of}_device")
+                           for of in ("optimizer", "param"))  # fmt: skip
+        stage = found.get(f"{DEEPSPEED}zero_stage", 2)
+        return parts_away(states, weights, stage, 1.0, f"{DEEPSPEED}offload device")
+    away = kind == "FSDP" and switch(found, f"{FSDP}fsdp_offload_params")
+    return {"offload": {"optimizer": 1.0}} if away else {}
 
 
 def _away(values: Values) -> bool:
@@ -185,10 +200,14 @@ ACCELERATE = Format(
             left_out={"distributed_type": "NO"},
         ),
         Correspondence(
-            keys=tuple(f"{PARALLEL}{name}" for name in (*SIZES, "sp_backend", "cp_backend")),
+            keys=(
+                "distributed_type",
+                *(f"{PARALLEL}{name}" for name in (*SIZES, "sp_backend", "cp_backend")),
+            ),
             names=AXES,
-            read=partial(_axes, prefix=PARALLEL),
-            write=partial(_say_axes, prefix=PARALLEL),
+            read=_axes,
+            write=_say_axes,
+            left_out={"distributed_type": "NO"},
         ),
         said("num_processes", "devices"),
         table("mixed_precision", "precision", PRECISIONS, left_out="no"),
@@ -213,6 +232,7 @@ ACCELERATE = Format(
             keys=(
                 "distributed_type",
                 f"{FSDP}fsdp_offload_params",
+                f"{DEEPSPEED}zero_stage",
                 f"{DEEPSPEED}offload_optimizer_device",
                 f"{DEEPSPEED}offload_param_device",
             ),
@@ -222,6 +242,16 @@ ACCELERATE = Format(
             left_out={"distributed_type": "NO"},
         ),
         said(f"{FSDP}fsdp_transformer_layer_cls_to_wrap", "layer_class"),
+        Correspondence(
+            keys=("dynamo_config.dynamo_backend",),
+            names=("compiled",),
+            read=lambda found: {
+                "compiled": str(next(iter(found.values()), "no")).lower() not in ("no", "false")
+            },
+            write=lambda v: (
+                {"dynamo_config.dynamo_backend": "INDUCTOR"} if v.get("compiled") else {}
+            ),
+        ),
         fixed({"compute_environment": "LOCAL_MACHINE"}),
     ),
     idle=frozenset(
@@ -289,15 +319,15 @@ ACCELERATE = Format(
     by_script={
         "microbatch_size": "the DataLoader's batch_size",
         "num_microbatches": "Accelerator(gradient_accumulation_steps=)",
-        "compiled": "torch.compile(model)",
     },
+    lacks=_lacks,
 )
 
 # --- TrainingArguments ---------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw", "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit", "paged_adamw_8bit": "adamw8bit", "sgd": "momentum",
+    "adamw_bnb_8bit": "adamw8bit", "paged_adamw_8bit": "adamw8bit", "sgd": "sgd",
     "adagrad": "adagrad", "lion_32bit": "lion",
 }  # fmt: skip
 
@@ -350,6 +380,21 @@ def _argument_precision(found: Found) -> Values:
     return {"precision": kinds[0] if kinds else "fp32"}
 
 
+_OPTIM = table("optim", "optimizer", OPTIMIZERS)
+
+
+def _argument_optimizer(found: Found) -> Values:
+    """The optimizer by its name; SGD by whether it is given a momentum."""
+    heavy = found["optim"] == "sgd" and "momentum" in str(found.get("optim_args", ""))
+    return {"optimizer": "momentum"} if heavy else _OPTIM.read(found)
+
+
+def _say_argument_optimizer(values: Values) -> Found:
+    if values.get("optimizer") == "momentum":
+        return {"optim": "sgd", "optim_args": "momentum=0.9"}
+    return _OPTIM.write(values)
+
+
 AGAIN = (
     "gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing",
 )  # fmt: skip
@@ -388,14 +433,6 @@ TRAINING_ARGUMENTS = Format(
             write=_say_argument_zero,
         ),
         Correspondence(
-            keys=tuple(
-                f"parallelism_config.{name}" for name in (*SIZES, "sp_backend", "cp_backend")
-            ),
-            names=AXES,
-            read=partial(_axes, prefix="parallelism_config."),
-            write=partial(_say_axes, prefix="parallelism_config."),
-        ),
-        Correspondence(
             keys=("bf16", "fp16"),
             names=("precision",),
             read=_argument_precision,
@@ -411,8 +448,20 @@ TRAINING_ARGUMENTS = Format(
                 {"gradient_checkpointing": True} if v.get("recompute") == "full" else {}
             ),
         ),
-        table("optim", "optimizer", OPTIMIZERS, left_out="adamw_torch_fused"),
-        said("torch_compile", "compiled", left_out=False),
+        Correspondence(
+            keys=("optim", "optim_args"),
+            names=("optimizer",),
+            read=_argument_optimizer,
+            write=_say_argument_optimizer,
+            left_out={"optim": "adamw_torch_fused"},
+        ),
+        Correspondence(
+            keys=("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+            names=("compiled",),
+            read=lambda found: {"compiled": switch(found, "torch_compile") or len(found) > 1},
+            write=lambda v: {"torch_compile": True} if v.get("compiled") else {},
+            left_out={"torch_compile": False},
+        ),
         said("fsdp_config.transformer_layer_cls_to_wrap", "layer_class"),
     ),
     idle=idle_keys("transformers"),
@@ -427,4 +476,11 @@ TRAINING_ARGUMENTS = Format(
     render=render_json,
     recognises=lambda found: "per_device_train_batch_size" in found or "output_dir" in found,
     target=_target,
+    by_script={
+        "tp": "parallelism_config=ParallelismConfig(tp_size=)",
+        "cp": "parallelism_config=ParallelismConfig(cp_size=)",
+        "cp_kind": "TorchContextParallelConfig(cp_comm_strategy=)",
+        "dp_shard": "parallelism_config=ParallelismConfig(dp_replicate_size=, dp_shard_size=)",
+    },
+    lacks=_lacks,
 )

@@ -4,9 +4,9 @@ which flags are made) and Megatron-Bridge's YAML (0.7), whose fields have the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwright.planner.frameworks.configuration import Shares
 from meshwright.planner.frameworks.correspondence import (
@@ -30,6 +30,7 @@ COMMUNICATION = {
 }
 SECTIONS = ("model", "train", "ddp", "optimizer", "dist")
 OPTIMIZERS = {"adam": "adamw_fused", "sgd": "momentum", "lion": "lion"}
+ENDS, PARTS_COUNTED = ("first", "last"), ("embedding", "loss")
 PARTS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}  # of a layout, by name
 
 
@@ -81,19 +82,17 @@ def _pipeline(found: Found) -> Values:
     stages = found.get("num_virtual_stages_per_pipeline_rank") or found.get(
         "virtual_pipeline_model_parallel_size"
     )
+    less = tuple(int(switch(found, f"account_for_{of}_in_pipeline_split")) for of in PARTS_COUNTED)
     each, layers = found.get("num_layers_per_virtual_pipeline_stage"), found.get("num_layers")
     if each is not None:
-        if layers is None or layers % (pp * each):
+        if layers is None or (layers + sum(less)) % (pp * each):
             raise ConfigurationError.refused(
                 "num_layers_per_virtual_pipeline_stage", each,
-                legal="with num_layers, a multiple of pp × it",
+                legal="with num_layers, a multiple of pp × it with what is accounted for",
             )  # fmt: skip
-        stages = layers // (pp * each)
-    ends = [found.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    less = [
-        bool(found.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")
-    ]
-    values["layers"] = Shares(first=ends[0], last=ends[1], less=(int(less[0]), int(less[1])))
+        stages = (layers + sum(less)) // (pp * each)
+    ends = [found.get(f"decoder_{end}_pipeline_num_layers") for end in ENDS]
+    values["layers"] = Shares(first=ends[0], last=ends[1], less=less, chunks=stages or 1)
     if layout := found.get("pipeline_model_parallel_layout"):
         values["layers"] = layers_of_layout(layout, "pipeline_model_parallel_layout")
         if len(values["layers"]) % pp:
@@ -129,29 +128,32 @@ def _zero(found: Found) -> Values:
             raise ConfigurationError.refused(
                 "data_parallel_sharding_strategy", strategy, legal=FSDP_STAGES
             )
-        return {"zero": FSDP_STAGES[strategy]}
+        return {"zero": FSDP_STAGES[strategy], **_instances(found)}
     if not switch(found, "use_distributed_optimizer"):
         return {"zero": 0}
+    return {"zero": 1, **_instances(found)}
+
+
+def _instances(found: Found) -> Values:
+    """Groups of ranks that each divide the states among themselves."""
     copies = found.get("num_distributed_optimizer_instances", 1)
-    return {"zero": 1, **({"instances": copies} if copies > 1 else {})}
+    return {"instances": copies} if copies > 1 else {}
 
 
 def _say_zero(values: Values) -> Found:
     zero = values.get("zero") or 0
-    if zero == 1:
-        found = {
-            name: True
-            for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-        }
-        ranks = values["dp"] * (values.get("cp") or 1)
-        if among := values.get("dp_shard"):
-            found["num_distributed_optimizer_instances"] = ranks // among
-        return found
     if not zero:
         return {"overlap_grad_reduce": True} if values["dp"] > 1 else {}
+    found: dict[str, Any] = {}
+    if among := values.get("dp_shard"):
+        ranks = values["dp"] * (values.get("cp") or 1)
+        found["num_distributed_optimizer_instances"] = ranks // among
+    if zero == 1:
+        names = "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"
+        return {**dict.fromkeys(names, True), **found}
     name = next(name for name, stage in FSDP_STAGES.items() if stage == zero)
     return {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": name,
-            "ckpt_format": "fsdp_dtensor"}  # fmt: skip
+            "ckpt_format": "fsdp_dtensor", **found}  # fmt: skip
 
 
 def _recompute(found: Found) -> Values:
@@ -202,25 +204,56 @@ def _say_recompute(values: Values) -> Found:
     }
 
 
-def _precision(found: Found, narrow: str) -> Values:
+RECIPES = {
+    "tensorwise": "fp8", "delayed": "fp8", "mxfp8": "mxfp8", "blockwise": "fp8_rowwise",
+}  # fmt: skip
+MIXED = {  # of Bridge, by name
+    "bf16_mixed": "bf16", "fp16_mixed": "fp16", "bf16_with_fp8_delayed_scaling_mixed": "fp8",
+    "bf16_with_fp8_current_scaling_mixed": "fp8", "bf16_with_mxfp8_mixed": "mxfp8",
+    "bf16_with_fp8_subchannel_scaling_mixed": "fp8_rowwise", "bf16_with_nvfp4_mixed": "nvfp4",
+}  # fmt: skip
+
+
+def _precision(found: Found) -> Values:
+    """Bf16, fp16 or fp32, and products in 8 or 4 bits by whichever key says so."""
+    if (name := found.get("mixed_precision")) is not None:
+        if name not in MIXED:
+            raise ConfigurationError.refused("mixed_precision", name, legal=MIXED)
+        return {"precision": MIXED[name]}
     kinds = [kind for kind in ("bf16", "fp16") if switch(found, kind)]
     if len(kinds) > 1:
         raise ConfigurationError.refused("bf16 and fp16", True, legal="one of the two")
-    recipes = {"tensorwise": "fp8", "delayed": "fp8", "mxfp8": "mxfp8", "blockwise": "fp8_rowwise"}
-    if found.get(narrow):
+    if found.get("fp4") or found.get("fp4_format"):
+        return {"precision": "nvfp4"}
+    if found.get("fp8") or found.get("fp8_format"):
         recipe = found.get("fp8_recipe", "delayed")
-        if recipe not in recipes:
-            raise ConfigurationError.refused("fp8_recipe", recipe, legal=recipes)
-        return {"precision": recipes[recipe]}
+        if recipe not in RECIPES:
+            raise ConfigurationError.refused("fp8_recipe", recipe, legal=RECIPES)
+        return {"precision": RECIPES[recipe]}
     return {"precision": kinds[0] if kinds else "fp32"}
 
 
-def _say_precision(values: Values, narrow: str) -> Found:
+def _say_precision(values: Values) -> Found:
     precision = values.get("precision", "fp32")
     recipes = {"fp8": "tensorwise", "mxfp8": "mxfp8"}
     if precision in recipes:
-        return {"bf16": True, narrow: "hybrid", "fp8_recipe": recipes[precision]}
+        return {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": recipes[precision]}
+    if precision == "nvfp4":
+        return {"bf16": True, "fp4_format": "e2m1"}
     return {precision: True} if precision in ("bf16", "fp16") else {}
+
+
+def _mixed(found: Found) -> Values:
+    """Precision in Bridge, whose recipes have bf16 where nothing is said."""
+    return _precision(found) if found else {"precision": "bf16"}
+
+
+def _say_mixed(values: Values) -> Found:
+    names = {ours: theirs for theirs, ours in reversed(MIXED.items())}
+    name = {**names, "fp8": "bf16_with_fp8_current_scaling_mixed"}.get(
+        values.get("precision", "fp32")
+    )
+    return {"mixed_precision": name} if name else {}
 
 
 def _cp(found: Found) -> Values:
@@ -287,8 +320,26 @@ NAMES = (
 )  # fmt: skip
 
 
-def _table(of: Callable[[str], str], narrow: str) -> tuple[Correspondence, ...]:
-    """The correspondences, each key being where `of` says that it is in a format."""
+PRECISION = ("bf16", "fp16", "fp8", "fp8_format", "fp8_recipe", "fp4", "fp4_format",
+             "mixed_precision")  # fmt: skip
+MIXED_IDLE = (  # fields of Bridge's section beside those
+    "_target_", "autocast_dtype", "autocast_enabled", "enable_autocast", "first_last_layers_bf16",
+    "fp4_param", "fp4_param_gather", "fp4_recipe", "fp8_amax_compute_algo", "fp8_amax_history_len",
+    "fp8_dot_product_attention", "fp8_margin", "fp8_multi_head_attention", "fp8_param",
+    "fp8_param_gather", "fp8_wgrad", "grad_reduce_in_fp32", "hysteresis", "initial_loss_scale",
+    "loss_scale", "loss_scale_window", "min_loss_scale", "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16", "params_dtype", "pipeline_dtype",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+)  # fmt: skip
+NOTHING: Found = {}
+ReadWrite: TypeAlias = tuple[Callable[[Found], Values], Callable[[Values], Found]]
+
+
+def _table(
+    of: Callable[[str], Sequence[str]], precision: ReadWrite, recipe: Found = NOTHING
+) -> tuple[Correspondence, ...]:
+    """The correspondences, each key being where `of` says that it may be in a format, the first of
+    which counts and is written. A `recipe` has values of keys that a file leaves out."""
 
     def group(
         keys: tuple[str, ...],
@@ -296,15 +347,27 @@ def _table(of: Callable[[str], str], narrow: str) -> tuple[Correspondence, ...]:
         read: Callable[[Found], Values],
         write: Callable[[Values], Found],
     ) -> Correspondence:
-        return Correspondence(
-            keys=tuple(map(of, keys)),
-            names=names,
-            read=lambda found: read({k: found[of(k)] for k in keys if of(k) in found}),
-            write=lambda values: {of(key): value for key, value in write(values).items()},
-        )
+        where = {key: of(key) for key in keys}
+        taken = {key: value for key, value in recipe.items() if key in keys}
+
+        def reads(found: Found) -> Values:
+            said = {
+                key: found[at]
+                for key, places in where.items()
+                for at in places[::-1]
+                if at in found
+            }
+            return read({**taken, **said})
+
+        def writes(values: Values) -> Found:
+            said = {**dict.fromkeys(taken, False), **write(values)}
+            return {of(key)[0]: value for key, value in said.items()}
+
+        places = tuple(at for each in where.values() for at in each)
+        return Correspondence(keys=places, names=names, read=reads, write=writes)
 
     def degree(key: str, name: str, left_out: int | None = 1) -> Correspondence:
-        return table(of(key), name, {}, left_out=left_out)
+        return table(of(key)[0], name, {}, left_out=left_out)
 
     return (
         degree("tensor_model_parallel_size", "tp"),
@@ -317,13 +380,8 @@ def _table(of: Callable[[str], str], narrow: str) -> tuple[Correspondence, ...]:
         degree("global_batch_size", "global_batch_size", None),
         group(NAMES[14:22], ("zero", "instances", "dp_shard"), _zero, _say_zero),
         group(NAMES[22:27], ("recompute", "segments"), _recompute, _say_recompute),
-        group(
-            ("bf16", "fp16", narrow, "fp8_recipe"),
-            ("precision",),
-            partial(_precision, narrow=narrow),
-            partial(_say_precision, narrow=narrow),
-        ),
-        table(of("optimizer"), "optimizer", OPTIMIZERS, left_out="adam"),
+        group(PRECISION, ("precision",), *precision),
+        table(of("optimizer")[0], "optimizer", OPTIMIZERS, left_out="adam"),
         group(("use_tp_pp_dp_mapping",), ("placement",), _placement, _say_placement),
         group(("hidden_size", "seq_length"), (), dict, lambda values: {}),
         group(
@@ -336,24 +394,48 @@ def _table(of: Callable[[str], str], narrow: str) -> tuple[Correspondence, ...]:
 
 
 _IN_BRIDGE = {
-    **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train."),
-    **dict.fromkeys((*NAMES[14:22],), "ddp."),
-    "optimizer": "optimizer.", "bf16": "model.", "fp16": "model.", "use_tp_pp_dp_mapping": "dist.",
-    "ckpt_format": "checkpoint.",
+    **dict.fromkeys(("micro_batch_size", "global_batch_size"), ("train.{}",)),
+    **dict.fromkeys((*NAMES[14:22],), ("ddp.{}",)),
+    "use_distributed_optimizer": ("ddp.{}", "optimizer.{}"),
+    "use_megatron_fsdp": ("ddp.{}", "dist.{}"),
+    **dict.fromkeys(PRECISION, ("mixed_precision.{}", "model.{}")),
+    "mixed_precision": ("mixed_precision",),
+    "optimizer": ("optimizer.{}",), "use_tp_pp_dp_mapping": ("dist.{}",),
+    "ckpt_format": ("checkpoint.{}",),
+    "decoder_first_pipeline_num_layers": ("model.num_layers_in_first_pipeline_stage",),
+    "decoder_last_pipeline_num_layers": ("model.num_layers_in_last_pipeline_stage",),
+    NAMES[6]: ("model.virtual_pipeline_model_parallel_size",),
 }  # fmt: skip
 
 
-def _bridge(key: str) -> str:
-    """A flag as a field of a section of Bridge's."""
-    name = "virtual_pipeline_model_parallel_size" if key == NAMES[6] else key
-    return f"{_IN_BRIDGE.get(key, 'model.')}{name}"
+def _flag(key: str) -> tuple[str, ...]:
+    return (key,)
+
+
+def _bridge(key: str) -> tuple[str, ...]:
+    """A flag as a field of sections of Bridge's, of which the first counts."""
+    return tuple(place.format(key) for place in _IN_BRIDGE.get(key, ("model.{}",)))
+
+
+RECIPE = {"use_distributed_optimizer": True}  # of Bridge's, which a file overrides
+
+
+def _habits_of_bridge(found: Found) -> tuple[str, ...]:
+    asked = {"bf16": PRECISION, "use_distributed_optimizer": ("use_distributed_optimizer",)}
+    silent = [
+        name
+        for name, keys in asked.items()
+        if not any(place in found for key in keys for place in _bridge(key))
+    ]
+    taken = (f"taken from recipes, as the file is silent: {', '.join(silent)}",) if silent else ()
+    return *_habits(found), *taken
 
 
 ARGUMENTS = Format(
     name="megatron",
     version="0.16.1",
     file="megatron.args",
-    table=_table(str, "fp8_format"),
+    table=_table(_flag, (_precision, _say_precision)),
     idle=idle_keys("megatron"),
     parse=parse_flags,
     render=render_flags,
@@ -366,14 +448,17 @@ BRIDGE = Format(
     name="megatron-bridge",
     version="0.7.0",
     file="bridge.yaml",
-    table=_table(_bridge, "fp8"),
-    idle=[f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron") - {*NAMES}],
+    table=_table(_bridge, (_mixed, _say_mixed), RECIPE),
+    idle=[
+        *(f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron") - {*NAMES}),
+        *(f"mixed_precision.{key}" for key in MIXED_IDLE),
+    ],
     idle_below=("logger", "checkpoint", "dataset", "tokenizer", "rng", "scheduler", "validation",
                 "profiling", "comm_overlap", "rerun_state_machine", "ft", "straggler"),
     parse=parse_yaml,
     render=render_yaml,
     unplanned=[f"{section}.{key}" for section in SECTIONS for key in UNPLANNED],
-    habits=_habits,
+    habits=_habits_of_bridge,
     recognises=lambda found: any(key.startswith("model.") for key in found),
     target=_target,
 )  # fmt: skip

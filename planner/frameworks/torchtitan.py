@@ -28,11 +28,13 @@ SCHEDULES = {
 LOOPED = {"interleaved_1f1b": 2}  # stages of a rank where no number is given
 PLACED = {"zb_v": 2, "dualpipe_v": 2}
 CHECKPOINTS = {"none": "none", "full": "full", "selective": "alternate"}
+CHECKPOINT = "activation_checkpoint."
 CLASSES = {"FullAC": "full", "SelectiveAC": "selective", None: "none"}
 PLAIN_LINES = ast.Assign | ast.Return | ast.Expr | ast.Assert | ast.Import | ast.ImportFrom
 LOCAL = "training.local_batch_size"
 ENDS = ("first", "last")
-SECTIONS = ("training", "parallelism", "compile", "activation_checkpoint")
+SECTIONS = ("training", "parallelism", "compile", "activation_checkpoint", "loss")
+CHANGES = ("converters",)  # of a model's operators
 
 
 # --- Python --------------------------------------------------------------------------------------
@@ -72,7 +74,8 @@ def _set_by(
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
     }
     for node in functions[name].body:
-        if not isinstance(node, PLAIN_LINES):
+        calls = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+        if calls or not isinstance(node, PLAIN_LINES):
             raise ConfigurationError(
                 f": line {node.lineno} is no assignment", place=f"{place}: {name}",
                 legal="assignments and a return", way_out="write out what it sets",
@@ -93,13 +96,21 @@ def _set_by(
                 )  # fmt: skip
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             path = ast.unparse(node.targets[0]).split(".", 1)[1]
-            if path.split(".")[0] in SECTIONS:
-                found |= _section(path, node.value, place)
+            if path in SECTIONS:  # whole: nothing of what was there stays
+                found = {key: at for key, at in found.items() if not key.startswith(f"{path}.")}
+            found |= _section(path, node.value, place)
     return found
 
 
 def _section(path: str, value: ast.expr, place: str) -> dict[str, Any]:
     """Keys of a section that a call makes, or the key that a literal is of."""
+    if path == "model_spec" and isinstance(value, ast.Call):
+        return {f"{path}.{k.arg}": ast.unparse(k.value) for k in value.keywords if k.arg in CHANGES}
+    if path == "loss" and isinstance(value, ast.Call):
+        chunked = "ChunkedLossWrapper" in ast.unparse(value.func)
+        given = {k.arg: k.value for k in value.keywords}
+        count = given.get("num_chunks", ast.Constant(8))
+        return _section("loss.num_chunks", count, place) if chunked else {}
     if path.split(".")[0] not in SECTIONS:
         return {}
     if path == "activation_checkpoint":
@@ -126,35 +137,20 @@ def _section(path: str, value: ast.expr, place: str) -> dict[str, Any]:
 
 
 def render_python(found: Found) -> str:
-    """A function for `--module` and `--config`."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in found.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    mode = sections.pop("activation_checkpoint", {}).get("mode", "none")
-    names = {
-        "training": "TrainingConfig",
-        "parallelism": "ParallelismConfig",
-        "compile": "CompileConfig",
-    }
+    """A function for `--module` and `--config`, which leaves the rest of its argument as it is."""
+    rest = {**found}
+    mode = rest.pop("activation_checkpoint.mode", "none")
     made = {"full": "FullAC", "selective": "SelectiveAC"}.get(mode)
-    lines = [f"from torchtitan.config import {', '.join(sorted(names[s] for s in sections))}"]
+    lines = []
     if made:
-        lines.append(f"from torchtitan.distributed.activation_checkpoint import {made}")
-    lines += [
-        "", "",
-        "def planned(base):",
-        '    """A `Trainer.Config` of a model, as planned."""',
-    ]  # fmt: skip
-    for section, keys in sections.items():
-        lines.append(f"    base.{section} = {names[section]}(")
-        for name, value in keys.items():
-            if isinstance(value, list):  # of lists of names
-                rows = (f"            {json.dumps(row)}," for row in value)
-                lines += [f"        {name}=[", *rows, "        ],"]
-            else:
-                lines.append(f"        {name}={_literal(value)},")
-        lines.append("    )")
+        lines = [f"from torchtitan.distributed.activation_checkpoint import {made}", "", ""]
+    lines += ["def planned(base):", '    """A `Trainer.Config` of a model, as planned."""']
+    for key, value in rest.items():
+        if isinstance(value, list):  # of lists of names
+            rows = (f"        {json.dumps(row)}," for row in value)
+            lines += [f"    base.{key} = [", *rows, "    ]"]
+        else:
+            lines.append(f"    base.{key} = {_literal(value)}")
     lines.append(f"    base.activation_checkpoint = {f'{made}.Config()' if made else None}")
     return "\n".join([*lines, "    return base"]) + "\n"
 
@@ -164,7 +160,10 @@ def _literal(value: Any) -> str:
 
 
 def parse(text: str, place: str) -> dict[str, Any]:
-    return parse_toml(text, place) if place.endswith(".toml") else parse_python(text, place)
+    """The keys of Python, or of TOML, of which selective checkpoints are of layers by default."""
+    if not place.endswith(".toml"):
+        return parse_python(text, place)
+    return {f"{CHECKPOINT}selective_ac_option": "2", **parse_toml(text, place)}
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -283,6 +282,26 @@ def _say_precision(values: Values) -> Found:
     return {"training.dtype": kept, "training.mixed_precision_param": used}
 
 
+_CHECKPOINTS = table(f"{CHECKPOINT}mode", "recompute", CHECKPOINTS, left_out="selective")
+
+
+def _checkpoints(found: Found) -> Values:
+    """Recompute: selective is of operators, or of every so many-th layer, whole."""
+    option = str(found.get(f"{CHECKPOINT}selective_ac_option", "op"))
+    if found.get(f"{CHECKPOINT}mode", "selective") != "selective" or option == "op":
+        return _CHECKPOINTS.read(found)
+    if not option.isdecimal() or not int(option):
+        raise ConfigurationError.refused(
+            f"{CHECKPOINT}selective_ac_option", option, legal="op, or a number from 1"
+        )
+    return {"recompute": ("full", f"every {option}") if int(option) > 1 else "full"}
+
+
+def _target(values: Values) -> str:
+    """Host memory is priced as `train_step` uses it."""
+    return "eager" if values.get("offload") else "torchtitan"
+
+
 def _habits(found: Found) -> tuple[str, ...]:
     batch = found.get("training.global_batch_size", -1)
     if found.get(f"{AXES}pipeline_parallel_degree", 1) == 1 or batch <= 0:
@@ -333,12 +352,37 @@ TORCHTITAN = Format(
             keys=("training.dtype", "training.mixed_precision_param"), names=("precision",),
             read=_precision, write=_say_precision,
         ),
-        table("activation_checkpoint.mode", "recompute", CHECKPOINTS, left_out="selective"),
+        Correspondence(
+            keys=(f"{CHECKPOINT}mode", f"{CHECKPOINT}selective_ac_option"),
+            names=("recompute",), read=_checkpoints, write=_CHECKPOINTS.write,
+        ),
+        Correspondence(
+            keys=("loss.num_chunks",), names=("chunked_loss",),
+            read=said("loss.num_chunks", "chunked_loss").read,
+            write=lambda v: (
+                {"loss.num_chunks": v["chunked_loss"]} if (v.get("chunked_loss") or 1) > 1 else {}
+            ),
+        ),
+        Correspondence(
+            keys=("training.enable_cpu_offload",), names=("offload",),
+            read=lambda found: {"offload": {"optimizer": 1.0}} if any(found.values()) else {},
+            write=lambda v: (
+                {"training.enable_cpu_offload": True}
+                if (v.get("offload") or {}).get("optimizer") else {}
+            ),
+        ),
+        Correspondence(  # which it refuses beside these
+            keys=("training.disable_cuda_graphs",), names=(), read=lambda found: {},
+            write=lambda v: (
+                {"training.disable_cuda_graphs": True}
+                if max(v.get("pp") or 1, v.get("ep") or 1) > 1 else {}
+            ),
+        ),
         said("compile.enable", "compiled", left_out=False),
     ),
     idle=frozenset({
         "training.steps", "training.max_norm", "training.gc_freq",
-        "training.gc_debug", "training.mixed_precision_reduce", "training.disable_cuda_graphs",
+        "training.gc_debug", "training.mixed_precision_reduce",
         "training.dataset", "training.warmup_steps", "training.seed", "training.deterministic",
         "training.data_parallel_replicate_degree",
         f"{AXES}enable_sequence_parallel", f"{AXES}enable_fsdp_symm_mem", f"{AXES}spmd_backend",
@@ -346,19 +390,19 @@ TORCHTITAN = Format(
         f"{AXES}enable_async_tensor_parallel", f"{AXES}context_parallel_rotate_method",
         f"{AXES}disable_loss_parallel",
         "compile.backend", "compile.components", "compile.enable_async_tensor_parallel",
-        "activation_checkpoint.selective_ac_option",
     }),
     idle_below=(
-        "job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "checkpoint",
-        "float8", "quantize", "comm", "debug", "validation", "experimental", "fault_tolerance",
-        "memory_estimation", "mx",
+        "job", "model_spec", "profiling", "metrics", "model", "optimizer", "lr_scheduler",
+        "checkpoint", "float8", "quantize", "comm", "debug", "validation", "experimental",
+        "fault_tolerance", "memory_estimation", "mx",
     ),
     parse=parse,
     render=render_python,
     recognises=lambda found: any(key.startswith(("parallelism.", "training.")) for key in found),
-    target=lambda values: "torchtitan",
+    target=_target,
     unplanned=(
-        f"{AXES}enable_sequence_parallel", "float8.", "quantize.", "mx.", "model.converters",
+        f"{AXES}enable_sequence_parallel", "model_spec.", "float8.", "quantize.", "mx.",
+        "model.converters",
         "optimizer.early_step_in_backward",
     ),
     habits=_habits,

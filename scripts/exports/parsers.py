@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,8 @@ def deepspeed(path: str, ranks: int) -> dict[str, Any]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     tree = json.loads(Path(path).read_text())
-    others = tree.get("tensor_parallel", {}).get("autotp_size", 1)
     dist = runtime.config.dist
-    dist.get_world_size = lambda *_: ranks // others
+    dist.get_world_size = lambda *_: ranks
     dist.get_rank = lambda *_: 0
     known = DeepSpeedConfig(path)
     zero = known.zero_config
@@ -83,7 +82,6 @@ def transformers(path: str, ranks: int) -> dict[str, Any]:
 
     tree = json.loads(Path(path).read_text())
     tree.setdefault("output_dir", "out")
-    parallel = tree.pop("parallelism_config", {})
     tree["use_cpu"] = True
     (args,) = HfArgumentParser(TrainingArguments).parse_dict(tree)
     return {
@@ -94,17 +92,27 @@ def transformers(path: str, ranks: int) -> dict[str, Any]:
         "recompute": args.gradient_checkpointing,
         "fsdp": bool(args.fsdp),
         "reshard": bool((args.fsdp_config or {}).get("reshard_after_forward")),
-        "tp": parallel.get("tp_size", 1),
     }
 
 
 def torchtitan(path: str, ranks: int) -> dict[str, Any]:
-    """Its dataclasses, and the degrees against the ranks."""
+    """Its dataclasses, and the degrees against the ranks. Its `Trainer.Config` asks for a GPU's
+    compiler as it is imported: what that refuses is asked here."""
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.parallel_dims import ParallelDims
 
-    base = SimpleNamespace()
+    sections = {
+        "training": TrainingConfig(seq_len=4096),
+        "parallelism": ParallelismConfig(),
+        "compile": CompileConfig(),
+    }
+    base = SimpleNamespace(**sections, loss=SimpleNamespace())
     runpy.run_path(path)["planned"](base)
+    for name, section in sections.items():
+        assert getattr(base, name) is section, name  # what is not said stays
     axes, training = base.parallelism, base.training
+    degrees = axes.pipeline_parallel_degree, axes.expert_parallel_degree
+    assert training.disable_cuda_graphs or degrees == (1, 1)
     ParallelDims(
         dp_replicate=axes.data_parallel_replicate_degree,
         dp_shard=axes.data_parallel_shard_degree,
@@ -124,8 +132,6 @@ def torchtitan(path: str, ranks: int) -> dict[str, Any]:
 
 def megatron(path: str, ranks: int) -> dict[str, Any]:
     """Fields of megatron-core's dataclasses: no parser of flags is in its wheel."""
-    from dataclasses import fields
-
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -67,7 +67,9 @@ def of_deepspeed(rng: Random) -> Plan:
         more |= {"quantized": rng.choice(("none", "weights", "gradients", "both"))}
         more |= {"hpz": rng.choice((None, 2) if dp > 2 else (None,))}
     if more["zero"] in (1, 2):
-        more["offload"] = rng.choice(({}, {"optimizer": 0.5}, {"optimizer": 1.0, "weights": 1.0}))
+        more["offload"] = rng.choice(({}, {"optimizer": 1.0}))
+    if more["zero"] == 3:
+        more["offload"] = rng.choice(({}, {"optimizer": 0.5}, {"optimizer": 1.0}))
     tp = rng.choice((1, 2)) if more["zero"] < 3 else 1
     policies = _all(rng.choice(("none", "full")))
     return plan_of(rng, dp=dp, tp=tp, policies=policies, **more)
@@ -75,10 +77,12 @@ def of_deepspeed(rng: Random) -> Plan:
 
 def of_hugging_face(rng: Random) -> Plan:
     dp, tp, cp = rng.choice((2, 4, 8)), rng.choice((1, 2)), rng.choice((1, 1, 2))
-    kind = rng.choice(("ring", "all_gather", "ulysses")) if cp > 1 else "all_gather"
+    kind = rng.choice(("ring", "all_gather")) if cp > 1 else "all_gather"
     more = _sharded(rng, (2, 3), dp * cp)
-    if more["dp_shard"] and more["dp_shard"] % cp:
+    if more["dp_shard"] and (more["dp_shard"] % cp or more["dp_shard"] == cp):
         more["dp_shard"] = None
+    if not more["zero"]:
+        tp = cp = 1
     policies = _all(rng.choice(("none", "full")) if more["zero"] else "none")
     precision = rng.choice(("bf16", "fp16", "fp32"))
     return plan_of(
@@ -113,7 +117,7 @@ def of_megatron(rng: Random) -> Plan:
     if pp > 1 and rng.random() < 0.5:  # one less at the ends, as the embedding and the head count
         counts[0], counts[-1], counts[1] = counts[0] - 1, counts[-1], counts[1] + 1
     kind = rng.choice(("ring", "all_gather", "ulysses")) if cp > 1 else "all_gather"
-    more: dict[str, Any] = _sharded(rng, (1,), dp * cp) if rng.random() < 0.7 else {"zero": 0}
+    more: dict[str, Any] = _sharded(rng, (1, 2, 3), dp * cp) if rng.random() < 0.7 else {"zero": 0}
     run = rng.choice(("none", "selective", "full", "some"))
     policies = _all(run)
     if run == "some":
@@ -122,7 +126,7 @@ def of_megatron(rng: Random) -> Plan:
         if counts[0] == 1:
             policies = _all("full")
     schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
-    precision = rng.choice(("bf16", "fp16", "fp8", "mxfp8"))
+    precision = rng.choice(("bf16", "fp16", "fp8", "mxfp8", "nvfp4"))
     return plan_of(rng, dp=dp, tp=rng.choice((1, 2, 8)), cp=cp, cp_kind=kind, pp=pp,
                    virtual=virtual, counts=counts, policies=policies, schedule=schedule,
                    precision=precision, **more)  # fmt: skip
@@ -192,7 +196,7 @@ SPLIT: dict[str, Any] = {
     "policies": _all("full"),
 }  # fmt: skip
 WRITTEN: dict[str, dict[str, Any]] = {
-    "deepspeed": {"dp": 4, "tp": 2, "zero": 2, "offload": {"optimizer": 0.5}},
+    "deepspeed": {"dp": 4, "zero": 3, "hpz": 2, "offload": {"optimizer": 0.5}},
     "accelerate": {"dp": 4, "cp": 2, "cp_kind": "ring", "zero": 3, "dp_shard": 4,
                    "policies": _all("full")},
     "transformers": {"dp": 4, "tp": 2, "zero": 2, "policies": _all("full")},

@@ -37,7 +37,8 @@ def of_deepspeed(plan: Plan) -> dict[str, Any]:
     stage = plan.stages[0]
     states, files = (stage.offload.get(part, 0) for part in ("optimizer", "nvme"))
     return {
-        "global_batch_size": plan.global_batch_size, "num_microbatches": plan.num_microbatches,
+        "global_batch_size": plan.global_batch_size * stage.tp,  # counted on each of its ranks
+        "num_microbatches": plan.num_microbatches,
         "microbatch_size": plan.microbatch_rows // stage.dp, "zero": stage.zero,
         "hpz": stage.hpz or 1, "weights": stage.quantized in ("weights", "both"),
         "gradients": stage.quantized in ("gradients", "both"), "bf16": True,
@@ -61,7 +62,7 @@ def of_accelerate(plan: Plan) -> dict[str, Any]:
 def of_transformers(plan: Plan) -> dict[str, Any]:
     stage = plan.stages[0]
     return {
-        "microbatch_size": plan.microbatch_rows // stage.dp, "tp": stage.tp,
+        "microbatch_size": plan.microbatch_rows // stage.dp,
         "num_microbatches": plan.num_microbatches, "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16", "recompute": "full" in stage.policies,
         "fsdp": bool(stage.zero), "reshard": stage.zero == 3,

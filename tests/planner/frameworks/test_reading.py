@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.planner.frameworks import ConfigurationError, read_configuration
+from meshwright.planner.frameworks.configuration import Shares
 
 ZERO = {"stage": 3, "overlap_comm": True}
 DEEPSPEED = {
@@ -64,6 +65,16 @@ def small():
     config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
     return config
 """
+OTHER_TITAN = """
+def other():
+    config = base()
+    config.parallelism = ParallelismConfig(data_parallel_shard_degree=-1)
+    config.training.enable_cpu_offload = True
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config())
+    config.model_spec = model_registry("8B", converters=[MXFP8LinearConverter.Config()])
+    return config
+"""
 OLD_TITAN = """
 [training]
 local_batch_size = 2
@@ -95,10 +106,11 @@ def written(folder: Path, name: str, content: Any) -> str:
         ("ds.json", DEEPSPEED | {"zero_optimization": {
             "stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
             "offload_param": {"device": "cpu"}}},
-         "eager", {"offload": {"optimizer": 1.0, "nvme": 1.0, "weights": 1.0}}),
+         "eager", {"offload": {"optimizer": 1.0}}),  # all that it does below stage 3
+        ("ds.json", DEEPSPEED | {"optimizer": {"type": "SGD"}}, "deepspeed", {"optimizer": "sgd"}),
         ("ds.json", {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2},
                      "sequence_parallel_size": 2, "optimizer": {"type": "AdamW", "params": {}}},
-         "deepspeed", {"tp": 2, "cp": 2, "cp_kind": "ulysses", "dp": 2, "microbatch_size": 4}),
+         "deepspeed", {"tp": 2, "cp": 2, "cp_kind": "ulysses", "dp": 2, "microbatch_size": 2}),
         ("a.yaml", ACCELERATE.format(again="true"), "torchtitan",
          {"zero": 3, "dp": 4, "dp_shard": 2, "tp": 2, "recompute": "full"}),
         ("a.yaml", ACCELERATE.format(again="false"), "torchtitan", {"zero": 2}),
@@ -116,6 +128,31 @@ def written(folder: Path, name: str, content: Any) -> str:
         ("t.py:small", TITAN, "torchtitan",
          {"pp": 2, "virtual_stages": 2, "zero": 2, "microbatch_size": 1, "num_microbatches": 2}),
         ("t.toml", OLD_TITAN, "torchtitan", {"cp": 2, "recompute": "alternate", "dp": 2}),
+        ("t.toml", OLD_TITAN.replace('"op"', '"2"'), "torchtitan",
+         {"recompute": ("full", "every 2")}),
+        ("t.toml", OLD_TITAN.replace('selective_ac_option = "op"', ""), "torchtitan",
+         {"recompute": ("full", "every 2")}),
+        ("t.py:other", TITAN + OTHER_TITAN, "eager",
+         {"tp": 1, "dp": 8, "recompute": "alternate", "chunked_loss": 8,
+          "offload": {"optimizer": 1.0}}),
+        ("b.yml", "model: {tensor_model_parallel_size: 2}\ntrain: {global_batch_size: 16}\n",
+         "megatron", {"zero": 1, "precision": "bf16"}),
+        ("b.yml", BRIDGE + "mixed_precision: bf16_with_mxfp8_mixed\n", "megatron",
+         {"precision": "mxfp8"}),
+        ("b.yml", BRIDGE + "mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: tensorwise}\n"
+         "dist: {use_megatron_fsdp: true}\n", "megatron", {"precision": "fp8", "zero": 0}),
+        ("m.args", MEGATRON + "--num-virtual-stages-per-pipeline-rank 2 "
+         "--decoder-first-pipeline-num-layers 12", "megatron",
+         {"layers": Shares(first=12, chunks=2), "virtual_stages": 2}),
+        ("m.args", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+         "--num-distributed-optimizer-instances 4 --micro-batch-size 1", "megatron",
+         {"zero": 3, "dp_shard": 2, "precision": "fp32"}),
+        ("m.args", MEGATRON + "--fp4-format e2m1", "megatron", {"precision": "nvfp4"}),
+        ("a.yaml", ACCELERATE.format(again="SHARD_GRAD_OP").replace("version: 2", "version: 1")
+         + "dynamo_config: {dynamo_backend: INDUCTOR}\n", "torchtitan",
+         {"zero": 3, "compiled": True}),
+        ("args.json", ARGUMENTS | {"torch_compile_mode": "default", "optim": "sgd"},
+         "fsdp-compiled", {"compiled": True, "optimizer": "sgd"}),
     ],
 )  # fmt: skip
 def test_a_file_says_its_values(
@@ -166,7 +203,54 @@ train: {micro_batch_size: 1, global_batch_size: 8}
     assert found.values["layers"] == [1, 2] and found.idle == ("model._target_",)
 
 
+@pytest.mark.parametrize(
+    ("counts", "rule", "layers"),
+    [
+        ([3, 3, 3, 3, 3, 3, 3, 3], Shares(first=6, chunks=2), 24),  # 3 + 3 on each rank
+        ([2, 3, 3, 2, 3, 3], Shares(first=4, chunks=2), 16),
+        ([1, 2, 2, 2, 2, 2, 2, 1], Shares(less=(1, 1), chunks=2), 14),
+        ([8, 9, 8, 7], Shares(less=(1, 1)), 32),
+        ([1, 7, 6, 2], Shares(first=1, last=2), 16),
+    ],
+)
+def test_layers_are_shared_out_by_rank(counts: list[int], rule: Shares, layers: int) -> None:
+    assert rule.counts(layers, len(counts)) == counts and sum(counts) == layers
+
+
+def test_what_a_file_does_in_its_software_is_said(tmp_path: Path) -> None:
+    text = TITAN + OTHER_TITAN
+    found = read_configuration(written(tmp_path, "t.py:other", text), 8)
+    assert found.unplanned == ("model_spec.converters",)
+    tp = {
+        "tensor_parallel": {"autotp_size": 2},
+        "gradient_clipping": 1.0,
+        "sequence_parallel_size": 2,
+    }
+    found = read_configuration(written(tmp_path, "ds.json", {"train_batch_size": 8, **tp}), 8)
+    assert "counts rows 2 times" in found.habits[0]
+    assert "has to pass an mpu" in found.habits[1]
+    found = read_configuration(written(tmp_path, "b.yml", BRIDGE), 8)
+    assert found.habits[-1] == "taken from recipes, as the file is silent: bf16"
+
+
 REFUSED = [
+    ("ds.json", DEEPSPEED | {"zero_optimization": {
+        "stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+     "ratio=0.5; legal: 1.0 below stage 3"),
+    ("ds.json", DEEPSPEED | {"zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "nvme"}}}, "price it with cpu"),
+    ("ds.json", DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+     "send the optimizer's states there, too"),
+    ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+     "  offload_param_device: cpu\n  offload_optimizer_device: none\n",
+     "send the optimizer's states there, too"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("tp_size", "sp_size"),
+     "1 but under DEEPSPEED, which alone runs it"),
+    ("args.json", ARGUMENTS | {"parallelism_config": {"tp_size": 2}}, "parallelism_config.tp_size"),
+    ("t.py:base", TITAN.replace("    return T", "    setattr(x, 'y', 1)\n    return T", 1),
+     "is no assignment"),
+    ("t.toml", OLD_TITAN.replace('"op"', '"ops"'), "legal: op, or a number from 1"),
+    ("b.yml", BRIDGE + "mixed_precision: bf16_mixd\n", "legal: bf16_mixed, fp16_mixed"),
     ("ds.json", DEEPSPEED | {"zero_optimization": {"stge": 3}}, "may be 'zero_optimization.stage'"),
     ("ds.json", DEEPSPEED | {"bf16_enabled": True}, "has 'bf16_enabled', which deepspeed"),
     ("ds.json", DEEPSPEED | {"train_batch_size": 65},
