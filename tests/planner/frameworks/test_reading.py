@@ -107,6 +107,8 @@ def written(folder: Path, name: str, content: Any) -> str:
             "stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
             "offload_param": {"device": "cpu"}}},
          "eager", {"offload": {"optimizer": 1.0}}),  # all that it does below stage 3
+        ("ds.json", DEEPSPEED | {"zero_optimization": {"stage": 2, "offload_param": {
+            "device": "cpu"}}}, "deepspeed", {"offload": None}),
         ("ds.json", DEEPSPEED | {"optimizer": {"type": "SGD"}}, "deepspeed", {"optimizer": "sgd"}),
         ("ds.json", {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2},
                      "sequence_parallel_size": 2, "optimizer": {"type": "AdamW", "params": {}}},
