@@ -150,11 +150,11 @@ class Shares:
 
 def _by_block(names: Sequence[str], stages: Sequence[Sequence[str]], value: Any) -> Any:
     """A policy of all layers, or (policy, count) of the first ones of each stage, or (policy,
-    "every n") of each n-th; what is no layer keeps everything: frameworks wrap these alone."""
+    (first, n)) of each n-th from the first on; what is no layer keeps everything: frameworks wrap
+    these alone."""
     policy, which = value if isinstance(value, tuple) else (value, len(names))
     wrapped = {*layers_of(names)}
-    step = int(which.removeprefix("every ")) if isinstance(which, str) else 1
-    part = slice(step - 1, None, step) if isinstance(which, str) else slice(which)
+    part = slice(which[0], None, which[1]) if isinstance(which, tuple) else slice(which)
     chosen = {
         name for stage in stages for name in [name for name in stage if name in wrapped][part]
     }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.planner.frameworks.correspondence import (
@@ -106,6 +107,11 @@ def parts_away(states: Any, weights: Any, stage: int, ratio: float, place: str) 
     devices. Below stage 3 only all states go away, to host memory, whatever else is said; at stage
     3 the weights that are stepped are with their states. Raises `ConfigurationError`."""
     states, weights = (None if each == "none" else each for each in (states, weights))
+    if states is not None and stage == 0:
+        raise ConfigurationError.refused(
+            f"{place} of the optimizer", states, legal="none at stage 0, which divides no states",
+            way_out="stage 1 moves them",
+        )  # fmt: skip
     if states is None and (weights is None or stage < 3):
         return {}
     if states is None:
@@ -140,11 +146,13 @@ def _offload(found: Found) -> Values:
 
 def _say_offload(values: Values) -> Found:
     part = (values.get("offload") or {}).get("optimizer")
-    if not part:
+    if not part or not values.get("zero"):
         return {}
     found: dict[str, Any] = {f"{ZERO}offload_optimizer.device": "cpu"}
-    if part < 1 and values.get("zero") == 3:
-        found[f"{ZERO}offload_optimizer.ratio"] = part
+    if values["zero"] == 3:
+        found[f"{ZERO}offload_param.device"] = "cpu"  # as the weights are with their states
+        if part < 1:
+            found[f"{ZERO}offload_optimizer.ratio"] = part
     return found
 
 
@@ -176,16 +184,13 @@ def _above_one(key: str, name: str) -> Correspondence:
 
 
 def _ulysses(found: Found) -> Values:
+    """Ulysses' degree. With both degrees DeepSpeed makes a mesh, whose data axis alone divides the
+    states; with the one the script's mpu has groups of all ranks."""
     size, ranks = found.get("sequence_parallel_size", 1), found.get("data_parallel_size")
-    values = {"cp": size, "cp_kind": "ulysses"} if size > 1 else {"cp": 1}
-    return values if ranks is None else {**values, "devices": ranks * size}
-
-
-def _say_ulysses(values: Values) -> Found:
-    """Both degrees: of the one alone no groups are made."""
-    cp = values.get("cp") or 1
-    ranks = values["dp"] * (values.get("tp") or 1)
-    return {"sequence_parallel_size": cp, "data_parallel_size": ranks} if cp > 1 else {}
+    if size <= 1:
+        return {"cp": 1}
+    values = {"cp": size, "cp_kind": "ulysses"}
+    return values if ranks is None else {**values, "devices": ranks * size, "dp_shard": ranks}
 
 
 def _rows(found: Found) -> Values:
@@ -218,20 +223,34 @@ _OPTIMIZER = table("optimizer.type", "optimizer", OPTIMIZERS)
 
 
 def _habits(found: Found) -> tuple[str, ...]:
-    said = []
+    notes = []
     if "gradient_clipping" not in found:
         clips = "DeepSpeed clips gradients at norm 1.0 where nothing is said: train with it, too"
-        said.append(clips)
+        notes.append(clips)
     if (tp := found.get("tensor_parallel.autotp_size", 1)) > 1 and "train_batch_size" in found:
-        said.append(f"train_batch_size counts rows {tp} times, once for each tensor-parallel rank")
-    sequence, data = (found.get(f"{of}_parallel_size", 1) for of in ("sequence", "data"))
-    if sequence > 1 and data == 1:
-        said.append("sequence_parallel_size alone splits nothing: the script has to pass an mpu")
-    if found.get(f"{ZERO}stage", 0) < 3 and f"{ZERO}offload_param.device" in found:
-        said.append("offload_param does nothing below stage 3")
-    if found.get(f"{ZERO}stage", 0) < 3 and found.get(f"{ZERO}offload_optimizer.device") == "nvme":
-        said.append("nvme below stage 3 is host memory there")
-    return tuple(said)
+        notes.append(f"train_batch_size counts rows {tp} times, once for each tensor-parallel rank")
+    if found.get("sequence_parallel_size", 1) > 1:
+        notes.append(
+            "with data_parallel_size no gradient is added up over the ranks of a sequence"
+            if "data_parallel_size" in found
+            else "sequence_parallel_size alone splits nothing: the script has to pass an mpu "
+            "(UlyssesSPAttentionHF.register_with_transformers)"
+        )
+    return (*notes, *_habits_away(found))
+
+
+def _habits_away(found: Found) -> Iterator[str]:
+    states, weights = (f"{ZERO}offload_{of}.device" for of in ("optimizer", "param"))
+    if found.get(f"{ZERO}stage", 0) < 3:
+        if weights in found:
+            yield "offload_param does nothing below stage 3"
+        if found.get(states) == "nvme":
+            yield "nvme below stage 3 is host memory there"
+    elif found.get(states, "none") != "none" and found.get(weights, "none") == "none":
+        yield (
+            "without offload_param the weights' shards stay on the device, 2 bytes a parameter "
+            "over the ranks, which are not counted here"
+        )
 
 
 def target_of(values: Values) -> str:
@@ -252,7 +271,7 @@ DEEPSPEED = Format(
         ),
         said("train_micro_batch_size_per_gpu", "microbatch_size"),
         said("gradient_accumulation_steps", "num_microbatches"),
-        said(f"{ZERO}stage", "zero", left_out=0),
+        table(f"{ZERO}stage", "zero", {stage: stage for stage in range(4)}, left_out=0),
         _above_one(f"{ZERO}zero_hpz_partition_size", "hpz"),
         Correspondence(
             keys=tuple(f"{ZERO}zero_quantized_{kind}" for kind in ("weights", "gradients")),
@@ -273,7 +292,8 @@ DEEPSPEED = Format(
         _above_one("tensor_parallel.autotp_size", "tp"),
         Correspondence(
             keys=("sequence_parallel_size", "data_parallel_size"), names=("cp", "cp_kind"),
-            read=_ulysses, write=_say_ulysses,
+            read=_ulysses,
+            write=lambda v: {"sequence_parallel_size": v["cp"]} if (v.get("cp") or 1) > 1 else {},
         ),
         Correspondence(
             keys=("optimizer.type", "optimizer.params.momentum"), names=("optimizer",),
@@ -295,5 +315,6 @@ DEEPSPEED = Format(
     unplanned=(
         "activation_checkpointing.", "amp.", "compile.", "hybrid_engine.", "weight_quantization.",
     ),
+    lacks=lambda values: ("cp",) if (values.get("tp") or 1) > 1 else (),
     by_script={"recompute": "model.gradient_checkpointing_enable() for full"},
 )  # fmt: skip

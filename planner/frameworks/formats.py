@@ -102,6 +102,7 @@ def configuration_of(
                     place="global_batch_size", legal="one of the two", way_out="leave --batch out",
                 )  # fmt: skip
         values = whole({**values, **(script or {})}, devices, kind.name)
+        target, habits = kind.target(values), kind.habits(found)
     except ConfigurationError as error:
         raise ConfigurationError.of(error, place) from None
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
@@ -115,10 +116,10 @@ def configuration_of(
         place=place,
         format=kind.name,
         values=values,
-        target=kind.target(values),
+        target=target,
         idle=tuple(key for key in idle if key not in unplanned),
         unplanned=tuple(unplanned),
         left=tuple(left),
-        habits=kind.habits(found),
+        habits=habits,
         taken={n: how for n, how in kind.by_script.items() if n not in values},
     )

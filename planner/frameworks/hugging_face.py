@@ -24,6 +24,7 @@ KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 STRATEGIES = {
     "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0,
 }  # fmt: skip
+WRAPPED = "TRANSFORMER_BASED_WRAP"
 FSDP = "fsdp_config."
 PARALLEL = "parallelism_config.parallelism_config_"
 DEEPSPEED = "deepspeed_config."
@@ -54,6 +55,12 @@ def _zero(found: Found) -> Values:
         return {"zero": found.get(f"{DEEPSPEED}zero_stage", 2), "engine": "deepspeed"}
     if kind != "FSDP":
         return {"zero": 0}
+    wrap = found.get(f"{FSDP}fsdp_auto_wrap_policy", "NO_WRAP")
+    if wrap != WRAPPED:
+        raise ConfigurationError.refused(
+            f"{FSDP}fsdp_auto_wrap_policy", wrap, legal=WRAPPED,
+            way_out="without it all weights are gathered at once, which no plan here does",
+        )  # fmt: skip
     if found.get(f"{FSDP}fsdp_version", 1) == 1:  # a launch gives the strategy, said or not
         name = str(found.get(f"{FSDP}fsdp_sharding_strategy", "FULL_SHARD"))
         if name not in STRATEGIES:
@@ -77,31 +84,40 @@ def _say_zero(values: Values) -> Found:
         "distributed_type": "FSDP",
         f"{FSDP}fsdp_version": 2,
         f"{FSDP}fsdp_reshard_after_forward": zero == 3,
-        f"{FSDP}fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        f"{FSDP}fsdp_auto_wrap_policy": WRAPPED,
         f"{FSDP}fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
 
 
 def _axes(found: Found) -> Values:
-    """Degrees, and how attention runs where the sequence is split."""
+    """Degrees, and how attention runs where the sequence is split: under DeepSpeed by Ulysses
+    alone, over all ranks; else as FSDP2 has them."""
+    kind = _kind(found)
     sizes = {
         name: found.get(f"{PARALLEL}{name}_size")
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
-    if (sizes["sp"] or 1) > 1 and _kind(found) != "DEEPSPEED":
+    split = {name for name in ("tp", "cp", "sp") if (sizes[name] or 1) > 1}
+    if kind == "DEEPSPEED":
+        if split - {"sp"}:
+            raise ConfigurationError.refused(
+                f"{PARALLEL}tp_size, cp_size", True, legal="1 under DEEPSPEED"
+            )
+        return {"cp": sizes["sp"], "cp_kind": "ulysses"} if split else {"cp": 1}
+    if "sp" in split:
         raise ConfigurationError.refused(
             f"{PARALLEL}sp_size", sizes["sp"], legal="1 but under DEEPSPEED, which alone runs it"
         )
-    if (sizes["cp"] or 1) > 1 and (sizes["sp"] or 1) > 1:
+    second = kind == "FSDP" and found.get(f"{FSDP}fsdp_version", 1) == 2
+    replicated = (sizes["dp_replicate"] or 1) > 1
+    if split and not second and (kind == "FSDP" or "cp" in split or replicated):
         raise ConfigurationError.refused(
-            f"{PARALLEL}sp_size", sizes["sp"], legal="1 beside cp_size"
+            f"{PARALLEL}{min(split)}_size", sizes[min(split)], legal="1 but under FSDP, version 2"
         )
     if any(size is not None for size in sizes.values()):  # what is left out there is 1
         sizes = {name: 1 if size is None else size for name, size in sizes.items()}
     values: dict[str, Any] = {"tp": sizes["tp"] or 1}
-    if (sizes["sp"] or 1) > 1:
-        values |= {"cp": sizes["sp"], "cp_kind": "ulysses"}
-    elif (sizes["cp"] or 1) > 1:
+    if "cp" in split:
         ring = str(found.get(f"{PARALLEL}cp_comm_strategy", "allgather")) == "alltoall"
         values |= {"cp": sizes["cp"], "cp_kind": "ring" if ring else "all_gather"}
     for name, key in (("replicas", "dp_replicate"), ("shards", "dp_shard")):
@@ -202,6 +218,7 @@ ACCELERATE = Format(
         Correspondence(
             keys=(
                 "distributed_type",
+                f"{FSDP}fsdp_version",
                 *(f"{PARALLEL}{name}" for name in (*SIZES, "sp_backend", "cp_backend")),
             ),
             names=AXES,
@@ -354,14 +371,16 @@ def _argument_zero(found: Found) -> Values:
             "deepspeed", deepspeed, legal="none, or the file given by itself",
             way_out="give DeepSpeed's file in place of this one",
         )  # fmt: skip
-    words = _words(found.get("fsdp"))
-    if not words or "no_shard" in words:
+    words, version = _words(found.get("fsdp")), found.get("fsdp_config.version", 2)
+    if not words:
         return {"zero": 0}
-    away = "offload" in words or switch(found, "fsdp_config.cpu_offload")
-    parts = {"offload": {"optimizer": 1.0}} if away else {}
-    again = "fsdp_config.reshard_after_forward"
-    kept = "shard_grad_op" in words or not switch({again: True, **found}, again)
-    return {"zero": 2 if kept else 3, **parts}
+    if "no_shard" in words and version == 2:
+        raise ConfigurationError.refused("fsdp", words, legal="full_shard, shard_grad_op")
+    said = {"fsdp_config.reshard_after_forward": "shard_grad_op" not in words,
+            "fsdp_config.cpu_offload": "offload" in words, **found}  # fmt: skip
+    away = switch(said, "fsdp_config.cpu_offload")
+    again = version == 1 or switch(said, "fsdp_config.reshard_after_forward")
+    return {"zero": 3 if again else 2, **({"offload": {"optimizer": 1.0}} if away else {})}
 
 
 def _say_argument_zero(values: Values) -> Found:
@@ -401,13 +420,30 @@ AGAIN = (
 
 
 def _argument_recompute(found: Found) -> Values:
-    return {"recompute": "full" if any(switch(found, key) for key in AGAIN) else "none"}
+    """Full recompute of all layers, or of every so many-th, from the first on."""
+    of_fsdp = switch(found, AGAIN[2]) and bool(_words(found.get("fsdp")))
+    if not (of_fsdp or any(switch(found, key) for key in AGAIN[:2])):
+        return {"recompute": "none"}
+    for kind in ("gradient", "activation"):
+        if found.get(f"{kind}_checkpointing_kwargs.offload"):
+            raise ConfigurationError.refused(
+                f"{kind}_checkpointing_kwargs.offload", True, legal="false",
+                way_out="what layers keep stays on the device, or is planned (offload)",
+            )  # fmt: skip
+        if (every := found.get(f"{kind}_checkpointing_kwargs.every_n_layers", 1)) != 1:
+            return {"recompute": ("full", (0, every))}
+    return {"recompute": "full"}
 
 
 def _parse_arguments(text: str, place: str) -> dict[str, Any]:
     """Keys of `fsdp_config` without the prefix that transformers takes off, too."""
     at, found = "fsdp_config.", {}
     for key, value in parse_tree(text, place).items():
+        if key == "fsdp_config" and isinstance(value, str):
+            raise ConfigurationError.refused(
+                f"{place}: fsdp_config", value, legal="its keys",
+                way_out="write what the file says where its name stands",
+            )  # fmt: skip
         inner = key.removeprefix(at)
         found[key if inner == key else at + inner.removeprefix("fsdp_")] = value
     return found
@@ -441,7 +477,15 @@ TRAINING_ARGUMENTS = Format(
             ),
         ),
         Correspondence(
-            keys=AGAIN,
+            keys=(
+                *AGAIN,
+                "fsdp",
+                *(
+                    f"{kind}_checkpointing_kwargs.{name}"
+                    for kind in ("gradient", "activation")
+                    for name in ("offload", "every_n_layers")
+                ),
+            ),
             names=("recompute",),
             read=_argument_recompute,
             write=lambda v: (
@@ -471,6 +515,7 @@ TRAINING_ARGUMENTS = Format(
         "lr_scheduler_kwargs",
         "label_names",
         "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
     ),
     parse=_parse_arguments,
     render=render_json,

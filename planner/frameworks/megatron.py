@@ -235,7 +235,7 @@ def _precision(found: Found) -> Values:
 
 def _say_precision(values: Values) -> Found:
     precision = values.get("precision", "fp32")
-    recipes = {"fp8": "tensorwise", "mxfp8": "mxfp8"}
+    recipes = {"fp8": "tensorwise", "mxfp8": "mxfp8", "fp8_rowwise": "blockwise"}
     if precision in recipes:
         return {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": recipes[precision]}
     if precision == "nvfp4":
@@ -245,7 +245,8 @@ def _say_precision(values: Values) -> Found:
 
 def _mixed(found: Found) -> Values:
     """Precision in Bridge, whose recipes have bf16 where nothing is said."""
-    return _precision(found) if found else {"precision": "bf16"}
+    plain = {} if "bf16" in found or found.get("fp16") else {"bf16": True}
+    return _precision({**plain, **found})
 
 
 def _say_mixed(values: Values) -> Found:
@@ -336,10 +337,14 @@ ReadWrite: TypeAlias = tuple[Callable[[Found], Values], Callable[[Values], Found
 
 
 def _table(
-    of: Callable[[str], Sequence[str]], precision: ReadWrite, recipe: Found = NOTHING
+    of: Callable[[str], Sequence[str]],
+    precision: ReadWrite,
+    recipe: Found = NOTHING,
+    off: Found = NOTHING,
 ) -> tuple[Correspondence, ...]:
     """The correspondences, each key being where `of` says that it may be in a format, the first of
-    which counts and is written. A `recipe` has values of keys that a file leaves out."""
+    which counts and is written. A `recipe` has values of keys that a file leaves out; `off` what is
+    written of keys that say nothing, as the recipe may say more."""
 
     def group(
         keys: tuple[str, ...],
@@ -360,7 +365,7 @@ def _table(
             return read({**taken, **said})
 
         def writes(values: Values) -> Found:
-            said = {**dict.fromkeys(taken, False), **write(values)}
+            said = {**{key: off[key] for key in keys if key in off}, **write(values)}
             return {of(key)[0]: value for key, value in said.items()}
 
         places = tuple(at for each in where.values() for at in each)
@@ -420,15 +425,31 @@ def _bridge(key: str) -> tuple[str, ...]:
 RECIPE = {"use_distributed_optimizer": True}  # of Bridge's, which a file overrides
 
 
+OFF: Found = {
+    "use_distributed_optimizer": False, "num_distributed_optimizer_instances": 1,
+    "use_megatron_fsdp": False, "context_parallel_size": 1, "cp_comm_type": None,
+    "virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_layout": None,
+    "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
+    "sequence_parallel": False, "use_tp_pp_dp_mapping": False,
+}  # fmt: skip
+
+
 def _habits_of_bridge(found: Found) -> tuple[str, ...]:
-    asked = {"bf16": PRECISION, "use_distributed_optimizer": ("use_distributed_optimizer",)}
+    asked = {
+        "bf16": PRECISION,
+        **{name: (name,) for name in (*RECIPE, *NAMES[:2], *NAMES[3:5], "recompute_granularity")},
+    }
     silent = [
         name
         for name, keys in asked.items()
         if not any(place in found for key in keys for place in _bridge(key))
     ]
-    taken = (f"taken from recipes, as the file is silent: {', '.join(silent)}",) if silent else ()
-    return *_habits(found), *taken
+    listed = ", ".join(silent)
+    taken = (
+        "the recipe may say more; taken here: bf16, the distributed optimizer, degrees of 1 and no "
+        f"recompute, as the file is silent of {listed}",
+    )
+    return *_habits(found), *(taken if silent else ())
 
 
 ARGUMENTS = Format(
@@ -448,7 +469,7 @@ BRIDGE = Format(
     name="megatron-bridge",
     version="0.7.0",
     file="bridge.yaml",
-    table=_table(_bridge, (_mixed, _say_mixed), RECIPE),
+    table=_table(_bridge, (_mixed, _say_mixed), RECIPE, OFF),
     idle=[
         *(f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron") - {*NAMES}),
         *(f"mixed_precision.{key}" for key in MIXED_IDLE),

@@ -63,43 +63,76 @@ def parse_python(text: str, place: str) -> dict[str, Any]:
 def _set_by(
     name: str, functions: dict[str, ast.FunctionDef], place: str, before: tuple[str, ...]
 ) -> dict[str, Any]:
+    """The keys that a function sets of what it returns, or of its parameters."""
     if name not in functions or name in before:
         raise ConfigurationError(
             f"has no function {name!r}", place=place, legal=functions, way_out="name one of these"
         )
     found: dict[str, Any] = {}
+    lines, at = functions[name].body, f"{place}: {name}"
     returned = {
         node.value.id
-        for node in functions[name].body
+        for node in lines
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
     }
-    for node in functions[name].body:
-        calls = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
-        if calls or not isinstance(node, PLAIN_LINES):
-            raise ConfigurationError(
-                f": line {node.lineno} is no assignment", place=f"{place}: {name}",
-                legal="assignments and a return", way_out="write out what it sets",
-            )  # fmt: skip
+    known = returned | {argument.arg for argument in functions[name].args.args}
+
+    def made(call: ast.Call) -> dict[str, Any] | None:
+        """Keys of a configuration that a call gives; None of what is none."""
+        if isinstance(call.func, ast.Name) and call.func.id in functions:
+            keys: dict[str, Any] = {}
+            for given in (*call.args, *(keyword.value for keyword in call.keywords)):
+                base = made(given) if isinstance(given, ast.Call) else None
+                if base is None and ast.unparse(given) not in known:
+                    raise _line_error(call, at, f"gives {ast.unparse(given)[:60]!r} to a function")
+                keys |= base or {}
+            return keys | _set_by(call.func.id, functions, place, (*before, name))
+        if ast.unparse(call.func).split(".")[-1] != "Config":
+            return None
+        sections = (_section(k.arg or "", k.value, place) for k in call.keywords)
+        return {key: value for section in sections for key, value in section.items()}
+
+    for node in lines:
+        _check_line(node, at, known)
         value = getattr(node, "value", None)
-        if isinstance(value, ast.Call) and isinstance(node, ast.Return | ast.Assign):
-            called = value.func
-            if isinstance(called, ast.Name) and called.id in functions:
-                found |= _set_by(called.id, functions, place, (*before, name))
-            elif ast.unparse(called).split(".")[-1] == "Config":
-                for keyword in value.keywords:
-                    found |= _section(keyword.arg or "", keyword.value, place)
-            elif isinstance(node, ast.Return) or ast.unparse(node.targets[0]) in returned:
-                raise ConfigurationError(
-                    f": line {node.lineno} begins with {ast.unparse(called)[:60]}(), which is not "
-                    "in the file", place=f"{place}: {name}", legal="Trainer.Config(...), or a "
-                    "function of the file", way_out="copy what that sets; nothing is imported",
-                )  # fmt: skip
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-            path = ast.unparse(node.targets[0]).split(".", 1)[1]
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Attribute) and value is not None:
+            path = ast.unparse(target).split(".", 1)[1]
             if path in SECTIONS:  # whole: nothing of what was there stays
                 found = {key: at for key, at in found.items() if not key.startswith(f"{path}.")}
-            found |= _section(path, node.value, place)
+            found |= _section(path, value, place)
+        elif isinstance(value, ast.Call):
+            keys = made(value)
+            if keys is None and (target is None or ast.unparse(target) in returned):
+                raise _line_error(node, at, f"begins with {ast.unparse(value.func)[:60]}()")
+            found |= keys or {}
     return found
+
+
+def _check_line(node: ast.stmt, at: str, known: set[str]) -> None:
+    """Raise for a line that may set what is not seen here."""
+    calls = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+    if calls or not isinstance(node, PLAIN_LINES):
+        raise _line_error(node, at, "is no assignment")
+    if not isinstance(node, ast.Assign):
+        return
+    if len(node.targets) > 1:
+        raise _line_error(node, at, "sets several things at once")
+    target, value = node.targets[0], node.value
+    root = ast.unparse(target).split(".")[0]
+    if isinstance(target, ast.Attribute) and root not in known:
+        raise _line_error(node, at, f"sets an attribute of {root}, which is not returned")
+    of = ast.unparse(value).split(".")[0]
+    if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and of in known:
+        raise _line_error(node, at, f"names a part of {of}")
+
+
+def _line_error(node: ast.stmt | ast.expr, at: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f": line {node.lineno} {what}", place=at,
+        legal="assignments to fields of what is returned, which Trainer.Config(...) or a function "
+        "of the file makes", way_out="write out what it sets; nothing is run or imported",
+    )  # fmt: skip
 
 
 def _section(path: str, value: ast.expr, place: str) -> dict[str, Any]:
@@ -213,6 +246,8 @@ def _say_pipeline(values: Values) -> Found:
         "training.local_batch_size": rows * values["num_microbatches"],
         f"{AXES}pipeline_parallel_degree": pp,
         f"{AXES}pipeline_parallel_microbatch_size": rows,
+        f"{AXES}pipeline_parallel_schedule_csv": "",
+        f"{AXES}pipeline_parallel_layers_per_stage": None,
     }
     if values.get("schedule") in back:
         found[f"{AXES}pipeline_parallel_schedule"] = back[values["schedule"]]
@@ -294,7 +329,8 @@ def _checkpoints(found: Found) -> Values:
         raise ConfigurationError.refused(
             f"{CHECKPOINT}selective_ac_option", option, legal="op, or a number from 1"
         )
-    return {"recompute": ("full", f"every {option}") if int(option) > 1 else "full"}
+    every = int(option)
+    return {"recompute": ("full", (every - 1, every)) if every > 1 else "full"}
 
 
 def _target(values: Values) -> str:
@@ -366,10 +402,9 @@ TORCHTITAN = Format(
         Correspondence(
             keys=("training.enable_cpu_offload",), names=("offload",),
             read=lambda found: {"offload": {"optimizer": 1.0}} if any(found.values()) else {},
-            write=lambda v: (
-                {"training.enable_cpu_offload": True}
-                if (v.get("offload") or {}).get("optimizer") else {}
-            ),
+            write=lambda v: {  # as what it is set on may have it on
+                "training.enable_cpu_offload": bool((v.get("offload") or {}).get("optimizer"))
+            },
         ),
         Correspondence(  # which it refuses beside these
             keys=("training.disable_cuda_graphs",), names=(), read=lambda found: {},
@@ -378,7 +413,11 @@ TORCHTITAN = Format(
                 if max(v.get("pp") or 1, v.get("ep") or 1) > 1 else {}
             ),
         ),
-        said("compile.enable", "compiled", left_out=False),
+        Correspondence(
+            keys=("compile.enable",), names=("compiled",),
+            read=said("compile.enable", "compiled", left_out=False).read,
+            write=lambda v: {"compile.enable": bool(v.get("compiled"))},
+        ),
     ),
     idle=frozenset({
         "training.steps", "training.max_norm", "training.gc_freq",

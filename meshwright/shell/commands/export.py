@@ -140,7 +140,7 @@ def _configuration(args: argparse.Namespace, plan: Plan) -> Written:
         format=made.format,
         version=made.version,
         lost=made.lost,
-        script=made.script,
+        script=(*made.script, *made.configuration.habits),
         unpriced=args.model is None,
         **_prices(planned, written),
     )

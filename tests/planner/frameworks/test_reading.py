@@ -21,6 +21,7 @@ mixed_precision: bf16
 num_processes: 8
 fsdp_config:
   fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_reshard_after_forward: {again}
   fsdp_activation_checkpointing: true
 parallelism_config:
@@ -131,9 +132,9 @@ def written(folder: Path, name: str, content: Any) -> str:
          {"pp": 2, "virtual_stages": 2, "zero": 2, "microbatch_size": 1, "num_microbatches": 2}),
         ("t.toml", OLD_TITAN, "torchtitan", {"cp": 2, "recompute": "alternate", "dp": 2}),
         ("t.toml", OLD_TITAN.replace('"op"', '"2"'), "torchtitan",
-         {"recompute": ("full", "every 2")}),
+         {"recompute": ("full", (1, 2))}),
         ("t.toml", OLD_TITAN.replace('selective_ac_option = "op"', ""), "torchtitan",
-         {"recompute": ("full", "every 2")}),
+         {"recompute": ("full", (1, 2))}),
         ("t.py:other", TITAN + OTHER_TITAN, "eager",
          {"tp": 1, "dp": 8, "recompute": "alternate", "chunked_loss": 8,
           "offload": {"optimizer": 1.0}}),
@@ -151,8 +152,9 @@ def written(folder: Path, name: str, content: Any) -> str:
          {"zero": 3, "dp_shard": 2, "precision": "fp32"}),
         ("m.args", MEGATRON + "--fp4-format e2m1", "megatron", {"precision": "nvfp4"}),
         ("a.yaml", ACCELERATE.format(again="SHARD_GRAD_OP").replace("version: 2", "version: 1")
-         + "dynamo_config: {dynamo_backend: INDUCTOR}\n", "torchtitan",
-         {"zero": 3, "compiled": True}),
+         .replace("tp_size: 2", "tp_size: 1").replace("shard_size: 2", "shard_size: 4")
+         + "dynamo_config: {dynamo_backend: INDUCTOR}\n",
+         "fsdp-compiled", {"zero": 3, "compiled": True}),
         ("args.json", ARGUMENTS | {"torch_compile_mode": "default", "optim": "sgd"},
          "fsdp-compiled", {"compiled": True, "optimizer": "sgd"}),
     ],
@@ -184,7 +186,10 @@ def test_what_has_no_bearing_is_named(tmp_path: Path) -> None:
 
 
 def test_options_of_what_does_not_run_do_nothing(tmp_path: Path) -> None:
-    beside = "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_offload_params: true\n"
+    beside = (
+        "fsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_offload_params: true\n"
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    )
     for kind, again in (("FSDP", "full"), ("MULTI_GPU", "none")):
         path = written(tmp_path, "a.yaml", f"distributed_type: {kind}\n{beside}")
         found = read_configuration(path, 8, global_batch_size=64)
@@ -232,10 +237,92 @@ def test_what_a_file_does_in_its_software_is_said(tmp_path: Path) -> None:
     assert "counts rows 2 times" in found.habits[0]
     assert "has to pass an mpu" in found.habits[1]
     found = read_configuration(written(tmp_path, "b.yml", BRIDGE), 8)
-    assert found.habits[-1] == "taken from recipes, as the file is silent: bf16"
+    silent = "bf16, context_parallel_size, expert_model_parallel_size, recompute_granularity"
+    assert found.habits[-1].endswith(f"as the file is silent of {silent}")
+
+
+def test_a_function_is_read_with_what_it_is_given(tmp_path: Path) -> None:
+    """As what is exported is used: `planned(base())`."""
+    text = (
+        TITAN
+        + """
+def planned(base):
+    base.training.local_batch_size = 8
+    return base
+
+def mine():
+    return planned(small())
+"""
+    )
+    found = read_configuration(written(tmp_path, "t.py:mine", text), 8).values
+    assert (found["pp"], found["tp"], found["num_microbatches"]) == (2, 2, 8)
+
+
+def arguments(**more: Any) -> dict[str, Any]:
+    return {**ARGUMENTS, "gradient_checkpointing": False, **more}
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ({"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}}, {"zero": 3}),
+        ({"fsdp": "shard_grad_op"}, {"zero": 2}),
+        ({"fsdp": "shard_grad_op", "fsdp_config": {"version": 1}}, {"zero": 3}),
+        ({"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": False}}, {"offload": None}),
+        ({"fsdp": "full_shard offload"}, {"offload": {"optimizer": 1.0}}),
+        ({"fsdp": "", "fsdp_config": {"activation_checkpointing": True}}, {"recompute": "none"}),
+        ({"fsdp_config": {"activation_checkpointing": True}}, {"recompute": "full"}),
+        ({"gradient_checkpointing": True,
+          "gradient_checkpointing_kwargs": {"every_n_layers": 2}}, {"recompute": ("full", (0, 2))}),
+        ({"gradient_checkpointing": True,
+          "activation_checkpointing_kwargs": {"use_reentrant": False}}, {"recompute": "full"}),
+    ],
+)  # fmt: skip
+def test_keys_of_fsdp_stand_over_its_words(
+    tmp_path: Path, given: dict[str, Any], values: dict[str, Any]
+) -> None:
+    found = read_configuration(written(tmp_path, "args.json", arguments(**given)), 8).values
+    assert {key: found.get(key) for key in values} == values
+
+
+SPLIT_UNDER_DEEPSPEED = """
+distributed_type: DEEPSPEED
+num_processes: 8
+deepspeed_config: {zero_stage: 3}
+parallelism_config: {parallelism_config_sp_size: 2, parallelism_config_dp_replicate_size: 4}
+"""
+
+
+def test_deepspeed_divides_states_among_all_ranks(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.yaml", SPLIT_UNDER_DEEPSPEED)
+    found = read_configuration(path, 8, global_batch_size=64).values
+    assert (found["dp"], found["cp"], found["cp_kind"]) == (4, 2, "ulysses")
+    assert found.get("dp_shard") is None
+    mesh = {"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 4}
+    read = read_configuration(written(tmp_path, "ds.json", mesh | {
+        "zero_optimization": {"stage": 3}}), 8)  # fmt: skip
+    assert read.values["dp_shard"] == 4 and "no gradient is added up" in read.habits[-1]
 
 
 REFUSED = [
+    ("ds.json", DEEPSPEED | {"zero_optimization": {"stage": "2"}}, "stage='2'; legal: 0, 1, 2, 3"),
+    ("ds.json", DEEPSPEED | {"zero_optimization": {"stage": [2]}}, "legal: 0, 1, 2, 3"),
+    ("ds.json", DEEPSPEED | {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+     "legal: none at stage 0"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("TRANSFORMER_BASED", "SIZE_BASED"),
+     "SIZE_BASED_WRAP'; legal: TRANSFORMER_BASED_WRAP"),
+    ("a.yaml", ACCELERATE.format(again="true").replace("version: 2", "version: 1"),
+     "tp_size=2; legal: 1 but under FSDP, version 2"),
+    ("args.json", ARGUMENTS | {"fsdp_config": "fsdp.json"}, "write what the file says"),
+    ("args.json", ARGUMENTS | {"fsdp": "no_shard"}, "legal: full_shard, shard_grad_op"),
+    ("args.json", ARGUMENTS | {"gradient_checkpointing_kwargs": {"offload": True}},
+     "what layers keep stays on the device"),
+    ("t.py:small", TITAN.replace("    config = base()", "    config = base()\n    p = config.x"),
+     "names a part of config"),
+    ("t.py:small", TITAN.replace("    config = base()", "    config = base()\n    a.x = b.y = 1"),
+     "sets several things at once"),
+    ("t.py:small", TITAN.replace("    config = base()", "    config = base()\n    a.x = 1"),
+     "sets an attribute of a, which is not returned"),
     ("ds.json", DEEPSPEED | {"zero_optimization": {
         "stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
      "ratio=0.5; legal: 1.0 below stage 3"),
@@ -299,7 +386,7 @@ REFUSED = [
     ("m.args", MEGATRON + "--recompute-granularity full", "legal: uniform, block"),
     ("m.args", "python train.py --bf16", "begins with 'python'"),
     ("t.py:base", TITAN.replace("return Trainer.Config(", "return llama3_8b("),
-     "begins with llama3_8b(), which is not in the file"),
+     "line 5 begins with llama3_8b()"),
     ("b.yaml", "model:\n  pipeline_model_parallel_size: 2\n"
      "  pipeline_model_parallel_layout: [[embedding, decoder], [decoder, head]]\n",
      "lists of embedding, decoder, loss, mtp, one a stage"),

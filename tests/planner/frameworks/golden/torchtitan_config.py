@@ -8,6 +8,8 @@ def planned(base):
     base.training.local_batch_size = 8
     base.parallelism.pipeline_parallel_degree = 2
     base.parallelism.pipeline_parallel_microbatch_size = 2
+    base.parallelism.pipeline_parallel_schedule_csv = ""
+    base.parallelism.pipeline_parallel_layers_per_stage = None
     base.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
     base.parallelism.module_fqns_per_model_part = [
         ["tok_embeddings", "layers.0"],
@@ -23,6 +25,8 @@ def planned(base):
     base.parallelism.expert_parallel_degree = 1
     base.training.dtype = "float32"
     base.training.mixed_precision_param = "bfloat16"
+    base.training.enable_cpu_offload = False
     base.training.disable_cuda_graphs = True
+    base.compile.enable = False
     base.activation_checkpoint = FullAC.Config()
     return base
