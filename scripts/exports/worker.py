@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 ROWS, LENGTH, STEPS, RATE = 8, 32, 3, 1e-3
@@ -97,3 +98,6 @@ if __name__ == "__main__":
     for value in BY[sys.argv[1]](sys.argv[2]):
         if RANK == 0:
             print(f"loss {value:.6f}", flush=True)
+    if dist.is_initialized():  # threads of a group that is left end a process that ends
+        dist.barrier()
+        dist.destroy_process_group()
