@@ -130,15 +130,7 @@ def auto_parallelize(
         allow=allow,
         check_replicas=check_replicas,
     )
-    question = asked(model, cluster, arguments)
-    problem, request, phases_s = question.problem, question.request, question.traced.phases_s
-    if plan is not None:
-        decision = take_plan(plan, problem, request, phases_s, memory_margin or 0.0)
-    else:
-        from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
-
-        decision = search_plan(problem, request, phases_s)
-    return ParallelModel(decision, problem, request, question.traced).started()
+    return decided(asked(model, cluster, arguments), plan, memory_margin or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +163,21 @@ class Asked:
     traced: TracedModel
     problem: Problem
     request: Request
+
+
+def decided(
+    question: Asked, plan: Plan | str | Path | None = None, memory_margin: float = 0.0
+) -> ParallelModel:
+    """The model under the plan that is given, which leaves a part of the memory free, or else under
+    the one that is found. Raises as `auto_parallelize` does."""
+    problem, request, phases_s = question.problem, question.request, question.traced.phases_s
+    if plan is not None:
+        decision = take_plan(plan, problem, request, phases_s, memory_margin)
+    else:
+        from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
+
+        decision = search_plan(problem, request, phases_s)
+    return ParallelModel(decision, problem, request, question.traced).started()
 
 
 def asked(model: nn.Module, cluster: Cluster, arguments: Arguments) -> Asked:

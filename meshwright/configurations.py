@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api import Arguments, Asked, asked
+from meshwright.api import Arguments, Asked, asked, decided
 from meshwright.arguments import check_types
 from meshwright.model import ParallelModel
 from meshwright.planner.decisions import DECISIONS
@@ -91,15 +91,6 @@ def configured(
     return Configured(configuration=said, result=decided(question))
 
 
-def decided(question: Asked) -> ParallelModel:
-    """The model under the plan that a question has for an answer. Raises as `auto_parallelize`
-    does."""
-    from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
-
-    decision = search_plan(question.problem, question.request, question.traced.phases_s)
-    return ParallelModel(decision, question.problem, question.request, question.traced).started()
-
-
 def without_pins(question: Asked) -> Asked:
     """The question of the best plan of the same software, whatever the configuration says."""
     return replace(question, request=replace(question.request, overrides=Overrides()))
@@ -163,7 +154,11 @@ def as_script(
     `"my_models:llama"`; `arguments` are those of `auto_parallelize`. Raises `ScriptError` for what
     no script says, and as `auto_parallelize` does for a plan of another model."""
     given = {"global_batch_size": plan.global_batch_size, "precision": plan.precision}
-    question = asked(model, cluster, Arguments(**{**given, **arguments}))
+    return script_of(asked(model, cluster, Arguments(**{**given, **arguments})), plan, module)
+
+
+def script_of(question: Asked, plan: Plan, module: str) -> Script:
+    """The script of `as_script` for the model of a question."""
     graph, factors = graph_for(plan, question.problem.graph, question.problem.factors)
     check_plan(plan, graph, factors)
     return torch_script(plan, graph, module=module)

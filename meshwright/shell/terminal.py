@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -134,6 +134,12 @@ class Answer:
             show(data if isinstance(data, str) else json.dumps(data, indent=2), colour=False)
         else:
             show(self.text())
+
+
+def listed(title: str, items: Iterable[object]) -> list[str]:
+    """Lines of a title and the items under it; none without items."""
+    lines = [f"  - {item}" for item in items]
+    return [title, *lines] if lines else []
 
 
 def say(text: str) -> None:

@@ -24,7 +24,14 @@ from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import Candidate, MeshChoice
 from meshwright.planner.overrides import OverrideError, each_dropped, without
-from meshwright.planner.plan import InfeasibleError, Relaxation, describe, margin_beside, sized
+from meshwright.planner.plan import (
+    WAYS_OUT,
+    InfeasibleError,
+    Relaxation,
+    describe,
+    margin_beside,
+    sized,
+)
 from meshwright.planner.search import (
     Search,
     least_memory,
@@ -46,7 +53,7 @@ def with_ways_out(search: Search, error: InfeasibleError) -> InfeasibleError:
     otherwise = _Otherwise.of(search)
     freed = sorted(_freed(search), key=attrgetter("step_time_s", "what"))
     ways = [*freed, *_batches(search), *otherwise.ways(), *_wider(search)]
-    words = f"Way out: {'; or '.join(map(str, ways))}."
+    words = f"{WAYS_OUT}{'; or '.join(map(str, ways))}."
     if not ways:
         words = (
             f"Nothing was found with up to {MOST} times as many nodes, by dropping one override or "

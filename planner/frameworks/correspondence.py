@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,12 @@ def switch(found: Found, key: str) -> bool:
     return known[value]
 
 
+def states_away(values: Values) -> float:
+    """The part of the optimizer's states that is in host memory."""
+    part: float = (values.get("offload") or {}).get("optimizer") or 0.0
+    return part
+
+
 def said(key: str, name: str, *, left_out: Any = None) -> Correspondence:
     """A key that has a decision's own value."""
     return table(key, name, {}, left_out=left_out)
@@ -101,6 +107,30 @@ def table(
 
     given = {} if left_out is None else {key: left_out}
     return Correspondence(keys=(key,), names=(name,), read=read, write=write, left_out=given)
+
+
+def stepped(
+    key: str,
+    names: Mapping[Any, str],
+    by: str,
+    heavy: Mapping[str, Any],
+    has: Callable[[Any], bool] = bool,
+    *,
+    left_out: str | None = None,
+) -> Correspondence:
+    """An optimizer by its name, of which that of SGD stands for two: what the key `by` has tells
+    whether there is a momentum; `heavy` is written where there is."""
+    plain = table(key, "optimizer", names, left_out=left_out)
+
+    def read(found: Found) -> Values:
+        values = plain.read(found)
+        with_momentum = values.get("optimizer") == "sgd" and has(found.get(by))
+        return {"optimizer": "momentum"} if with_momentum else values
+
+    return replace(
+        plain, keys=(key, by), read=read,
+        write=lambda v: heavy if v.get("optimizer") == "momentum" else plain.write(v),
+    )  # fmt: skip
 
 
 def fixed(values: Found) -> Correspondence:

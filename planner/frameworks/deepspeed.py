@@ -14,6 +14,8 @@ from meshwright.planner.frameworks.correspondence import (
     Values,
     fixed,
     said,
+    states_away,
+    stepped,
     switch,
     table,
 )
@@ -145,7 +147,7 @@ def _offload(found: Found) -> Values:
 
 
 def _say_offload(values: Values) -> Found:
-    part = (values.get("offload") or {}).get("optimizer")
+    part = states_away(values)
     if not part or not values.get("zero"):
         return {}
     found: dict[str, Any] = {f"{ZERO}offload_optimizer.device": "cpu"}
@@ -205,23 +207,6 @@ def _rows(found: Found) -> Values:
     return {"global_batch_size": batch // max(tp, 1)}
 
 
-def _momentum(found: Found) -> Values:
-    """The optimizer by its type; SGD by whether it has a momentum."""
-    name = found.get("optimizer.type")
-    if name == "SGD":
-        return {"optimizer": "momentum" if found.get("optimizer.params.momentum") else "sgd"}
-    return _OPTIMIZER.read(found)
-
-
-def _say_optimizer(values: Values) -> Found:
-    if values.get("optimizer") == "momentum":
-        return {"optimizer.type": "SGD", "optimizer.params.momentum": 0.9}
-    return _OPTIMIZER.write(values)
-
-
-_OPTIMIZER = table("optimizer.type", "optimizer", OPTIMIZERS)
-
-
 def _habits(found: Found) -> tuple[str, ...]:
     notes = []
     if "gradient_clipping" not in found:
@@ -251,11 +236,6 @@ def _habits_away(found: Found) -> Iterator[str]:
             "without offload_param the weights' shards stay on the device, 2 bytes a parameter "
             "over the ranks, which are not counted here"
         )
-
-
-def target_of(values: Values) -> str:
-    """Host offload is priced as `train_step`'s, of which alone there are measurements."""
-    return "eager" if values.get("offload") else "deepspeed"
 
 
 DEEPSPEED = Format(
@@ -295,9 +275,9 @@ DEEPSPEED = Format(
             read=_ulysses,
             write=lambda v: {"sequence_parallel_size": v["cp"]} if (v.get("cp") or 1) > 1 else {},
         ),
-        Correspondence(
-            keys=("optimizer.type", "optimizer.params.momentum"), names=("optimizer",),
-            read=_momentum, write=_say_optimizer,
+        stepped(
+            "optimizer.type", OPTIMIZERS, "optimizer.params.momentum",
+            {"optimizer.type": "SGD", "optimizer.params.momentum": 0.9},
         ),
         fixed({f"{ZERO}overlap_comm": True, f"{ZERO}contiguous_gradients": True}),
     ),
@@ -310,7 +290,7 @@ DEEPSPEED = Format(
         or key in ("train_batch_size", "train_micro_batch_size_per_gpu")
         for key in found
     ),
-    target=target_of,
+    target=lambda values: "deepspeed",
     habits=_habits,
     unplanned=(
         "activation_checkpointing.", "amp.", "compile.", "hybrid_engine.", "weight_quantization.",

@@ -89,8 +89,6 @@ _lost = partial(Lost, frees=True)
 def _used(name: str, values: Mapping[str, Any]) -> bool:
     """Whether a script has to say it: it is there, and not what is taken without a word."""
     value = values.get(name)
-    if name == "cp_kind" and values["cp"] == 1:
-        return False
     return value is not None and (name not in DECISIONS or value not in (DECISIONS[name].off, 1))
 
 
@@ -106,6 +104,8 @@ def _fold(values: dict[str, Any], kind: Format, lost: list[Lost]) -> None:
         values.update({axis: 1, "dp": dp})
         if axis == "pp":
             values["virtual_stages"] = 1
+        if axis == "cp":
+            values.pop("cp_kind")
         if values.get("dp_shard") and axis != "cp":  # which it counts
             values["dp_shard"] *= degree
     rows, batch = values["microbatch_size"], values["global_batch_size"]
@@ -121,7 +121,7 @@ def _fold(values: dict[str, Any], kind: Format, lost: list[Lost]) -> None:
 
 
 def _same(name: str, ours: Any, theirs: Any, values: Mapping[str, Any]) -> bool:
-    if ours == theirs or (name == "cp_kind" and values.get("cp") == 1):
+    if ours == theirs:
         return True
     if name == "schedule":
         return bool(values["pp"] == 1)
@@ -161,6 +161,8 @@ def values_of(plan: Plan, kind: Format) -> tuple[dict[str, Any], list[Lost]]:
             said = ", ".join(dict.fromkeys(map(str, each)))
             why = "all stages have the same there"
             lost.append(_lost(what=name, value=f"{said} by stage", why=why, instead=str(value)))
+    if values["cp"] == 1:
+        values.pop("cp_kind", None)
     return values, lost
 
 

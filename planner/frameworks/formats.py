@@ -62,6 +62,12 @@ def read_configuration(
     return configuration_of(kind, found, place, devices, global_batch_size, script)
 
 
+def _target(kind: Format, values: Values) -> str:
+    """The software model's name. Host memory is priced as `train_step` uses it, of which alone
+    there are measurements."""
+    return "eager" if values.get("offload") else kind.target(values)
+
+
 def _parsed(kind: Format, content: str, place: str) -> dict[str, Any]:
     """The keys of a text, whatever its parser makes of what nobody writes."""
     try:
@@ -102,7 +108,7 @@ def configuration_of(
                     place="global_batch_size", legal="one of the two", way_out="leave --batch out",
                 )  # fmt: skip
         values = whole({**values, **(script or {})}, devices, kind.name)
-        target, habits = kind.target(values), kind.habits(found)
+        target, habits = _target(kind, values), kind.habits(found)
     except ConfigurationError as error:
         raise ConfigurationError.of(error, place) from None
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

@@ -14,6 +14,8 @@ from meshwright.planner.frameworks.correspondence import (
     fixed,
     idle_keys,
     said,
+    states_away,
+    stepped,
     switch,
     table,
 )
@@ -173,20 +175,13 @@ def _offload(found: Found) -> Values:
     return {"offload": {"optimizer": 1.0}} if away else {}
 
 
-def _away(values: Values) -> bool:
-    """Whether states are in host memory: all of them then, as it has no part."""
-    return bool((values.get("offload") or {}).get("optimizer"))
-
-
 def _checkpointing(found: Found) -> Values:
     again = switch(found, f"{FSDP}fsdp_activation_checkpointing")
     return {"recompute": "full" if again and _kind(found) == "FSDP" else "none"}
 
 
 def _target(values: Values) -> str:
-    """Host offload is priced as `train_step`'s; tensor and context axes are torchtitan's."""
-    if values.get("offload"):
-        return "eager"
+    """Tensor and context axes are torchtitan's."""
     if engine := values.get("engine"):
         return str(engine)
     if any((values.get(axis) or 1) > 1 for axis in ("tp", "cp", "pp", "ep")):
@@ -255,7 +250,9 @@ ACCELERATE = Format(
             ),
             names=("offload",),
             read=_offload,
-            write=lambda v: {f"{FSDP}fsdp_offload_params": True} if _away(v) else {},
+            write=lambda v: (
+                {f"{FSDP}fsdp_offload_params": True} if states_away(v) else {}
+            ),  # all of them
             left_out={"distributed_type": "NO"},
         ),
         said(f"{FSDP}fsdp_transformer_layer_cls_to_wrap", "layer_class"),
@@ -387,7 +384,7 @@ def _say_argument_zero(values: Values) -> Found:
     zero = values.get("zero", 0)
     if not zero:
         return {}
-    words = ["full_shard", "auto_wrap", *(["offload"] if _away(values) else [])]
+    words = ["full_shard", "auto_wrap", *(["offload"] if states_away(values) else [])]
     return {"fsdp": " ".join(words), "fsdp_config.version": 2,
             "fsdp_config.reshard_after_forward": zero == 3}  # fmt: skip
 
@@ -397,21 +394,6 @@ def _argument_precision(found: Found) -> Values:
     if len(kinds) > 1:
         raise ConfigurationError.refused("bf16 and fp16", True, legal="one of the two")
     return {"precision": kinds[0] if kinds else "fp32"}
-
-
-_OPTIM = table("optim", "optimizer", OPTIMIZERS)
-
-
-def _argument_optimizer(found: Found) -> Values:
-    """The optimizer by its name; SGD by whether it is given a momentum."""
-    heavy = found["optim"] == "sgd" and "momentum" in str(found.get("optim_args", ""))
-    return {"optimizer": "momentum"} if heavy else _OPTIM.read(found)
-
-
-def _say_argument_optimizer(values: Values) -> Found:
-    if values.get("optimizer") == "momentum":
-        return {"optim": "sgd", "optim_args": "momentum=0.9"}
-    return _OPTIM.write(values)
 
 
 AGAIN = (
@@ -492,12 +474,13 @@ TRAINING_ARGUMENTS = Format(
                 {"gradient_checkpointing": True} if v.get("recompute") == "full" else {}
             ),
         ),
-        Correspondence(
-            keys=("optim", "optim_args"),
-            names=("optimizer",),
-            read=_argument_optimizer,
-            write=_say_argument_optimizer,
-            left_out={"optim": "adamw_torch_fused"},
+        stepped(
+            "optim",
+            OPTIMIZERS,
+            "optim_args",
+            {"optim": "sgd", "optim_args": "momentum=0.9"},
+            lambda given: "momentum" in str(given),
+            left_out="adamw_torch_fused",
         ),
         Correspondence(
             keys=("torch_compile", "torch_compile_backend", "torch_compile_mode"),

@@ -305,26 +305,35 @@ def _target(values: Values) -> str:
     return "megatron-moe" if (values.get("ep") or 1) > 1 else "megatron"
 
 
-NAMES = (
-    "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type",
-    "expert_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+DEGREES = (
+    "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+)  # fmt: skip
+OF_PIPELINE = (
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "num_layers",
+    "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+OF_ZERO = (
     "use_distributed_optimizer", "num_distributed_optimizer_instances", "use_megatron_fsdp",
     "use_custom_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy", "overlap_grad_reduce",
-    "overlap_param_gather", "recompute_granularity", "recompute_method", "recompute_num_layers",
-    "recompute_modules", "recompute_activations", "micro_batch_size", "global_batch_size", "bf16",
-    "fp16", "fp8", "fp8_recipe", "optimizer", "use_tp_pp_dp_mapping", "sequence_parallel",
-    "hidden_size", "seq_length",
+    "overlap_param_gather",
 )  # fmt: skip
-
-
+OF_RECOMPUTE = (
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+    "recompute_activations",
+)  # fmt: skip
+NAMES = {
+    *DEGREES, *OF_PIPELINE, *OF_ZERO, *OF_RECOMPUTE, "cp_comm_type", "micro_batch_size",
+    "global_batch_size", "bf16", "fp16", "fp8", "fp8_recipe", "optimizer", "use_tp_pp_dp_mapping",
+    "sequence_parallel", "hidden_size", "seq_length",
+}  # fmt: skip
 PRECISION = ("bf16", "fp16", "fp8", "fp8_format", "fp8_recipe", "fp4", "fp4_format",
              "mixed_precision")  # fmt: skip
 MIXED_IDLE = (  # fields of Bridge's section beside those
-    "_target_", "autocast_dtype", "autocast_enabled", "enable_autocast", "first_last_layers_bf16",
+    "autocast_dtype", "autocast_enabled", "enable_autocast", "first_last_layers_bf16",
     "fp4_param", "fp4_param_gather", "fp4_recipe", "fp8_amax_compute_algo", "fp8_amax_history_len",
     "fp8_dot_product_attention", "fp8_margin", "fp8_multi_head_attention", "fp8_param",
     "fp8_param_gather", "fp8_wgrad", "grad_reduce_in_fp32", "hysteresis", "initial_loss_scale",
@@ -377,14 +386,14 @@ def _table(
     return (
         degree("tensor_model_parallel_size", "tp"),
         degree("expert_model_parallel_size", "ep"),
-        group(NAMES[1:3], ("cp", "cp_kind"), _cp, _say_cp),
+        group(("context_parallel_size", "cp_comm_type"), ("cp", "cp_kind"), _cp, _say_cp),
         group(
-            NAMES[4:14], ("pp", "virtual_stages", "schedule", "layers"), _pipeline, _say_pipeline
+            OF_PIPELINE, ("pp", "virtual_stages", "schedule", "layers"), _pipeline, _say_pipeline
         ),
         degree("micro_batch_size", "microbatch_size", None),
         degree("global_batch_size", "global_batch_size", None),
-        group(NAMES[14:22], ("zero", "instances", "dp_shard"), _zero, _say_zero),
-        group(NAMES[22:27], ("recompute", "segments"), _recompute, _say_recompute),
+        group(OF_ZERO, ("zero", "instances", "dp_shard"), _zero, _say_zero),
+        group(OF_RECOMPUTE, ("recompute", "segments"), _recompute, _say_recompute),
         group(PRECISION, ("precision",), *precision),
         table(of("optimizer")[0], "optimizer", OPTIMIZERS, left_out="adam"),
         group(("use_tp_pp_dp_mapping",), ("placement",), _placement, _say_placement),
@@ -400,7 +409,7 @@ def _table(
 
 _IN_BRIDGE = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), ("train.{}",)),
-    **dict.fromkeys((*NAMES[14:22],), ("ddp.{}",)),
+    **dict.fromkeys(OF_ZERO, ("ddp.{}",)),
     "use_distributed_optimizer": ("ddp.{}", "optimizer.{}"),
     "use_megatron_fsdp": ("ddp.{}", "dist.{}"),
     **dict.fromkeys(PRECISION, ("mixed_precision.{}", "model.{}")),
@@ -409,7 +418,7 @@ _IN_BRIDGE = {
     "ckpt_format": ("checkpoint.{}",),
     "decoder_first_pipeline_num_layers": ("model.num_layers_in_first_pipeline_stage",),
     "decoder_last_pipeline_num_layers": ("model.num_layers_in_last_pipeline_stage",),
-    NAMES[6]: ("model.virtual_pipeline_model_parallel_size",),
+    "num_virtual_stages_per_pipeline_rank": ("model.virtual_pipeline_model_parallel_size",),
 }  # fmt: skip
 
 
@@ -437,7 +446,7 @@ OFF: Found = {
 def _habits_of_bridge(found: Found) -> tuple[str, ...]:
     asked = {
         "bf16": PRECISION,
-        **{name: (name,) for name in (*RECIPE, *NAMES[:2], *NAMES[3:5], "recompute_granularity")},
+        **{name: (name,) for name in (*RECIPE, *DEGREES, "recompute_granularity")},
     }
     silent = [
         name
@@ -471,7 +480,7 @@ BRIDGE = Format(
     file="bridge.yaml",
     table=_table(_bridge, (_mixed, _say_mixed), RECIPE, OFF),
     idle=[
-        *(f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron") - {*NAMES}),
+        *(f"{section}.{key}" for section in SECTIONS for key in idle_keys("megatron") - NAMES),
         *(f"mixed_precision.{key}" for key in MIXED_IDLE),
     ],
     idle_below=("logger", "checkpoint", "dataset", "tokenizer", "rng", "scheduler", "validation",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshwright.planner.frameworks.correspondence import (
     Found,
     Values,
     said,
+    states_away,
     table,
 )
 from meshwright.planner.frameworks.texts import parse_toml
@@ -99,7 +101,7 @@ def _set_by(
         if isinstance(target, ast.Attribute) and value is not None:
             path = ast.unparse(target).split(".", 1)[1]
             if path in SECTIONS:  # whole: nothing of what was there stays
-                found = {key: at for key, at in found.items() if not key.startswith(f"{path}.")}
+                found = {k: each for k, each in found.items() if not k.startswith(f"{path}.")}
             found |= _section(path, value, place)
         elif isinstance(value, ast.Call):
             keys = made(value)
@@ -333,11 +335,6 @@ def _checkpoints(found: Found) -> Values:
     return {"recompute": ("full", (every - 1, every)) if every > 1 else "full"}
 
 
-def _target(values: Values) -> str:
-    """Host memory is priced as `train_step` uses it."""
-    return "eager" if values.get("offload") else "torchtitan"
-
-
 def _habits(found: Found) -> tuple[str, ...]:
     batch = found.get("training.global_batch_size", -1)
     if found.get(f"{AXES}pipeline_parallel_degree", 1) == 1 or batch <= 0:
@@ -392,9 +389,8 @@ TORCHTITAN = Format(
             keys=(f"{CHECKPOINT}mode", f"{CHECKPOINT}selective_ac_option"),
             names=("recompute",), read=_checkpoints, write=_CHECKPOINTS.write,
         ),
-        Correspondence(
-            keys=("loss.num_chunks",), names=("chunked_loss",),
-            read=said("loss.num_chunks", "chunked_loss").read,
+        replace(
+            said("loss.num_chunks", "chunked_loss"),
             write=lambda v: (
                 {"loss.num_chunks": v["chunked_loss"]} if (v.get("chunked_loss") or 1) > 1 else {}
             ),
@@ -402,9 +398,8 @@ TORCHTITAN = Format(
         Correspondence(
             keys=("training.enable_cpu_offload",), names=("offload",),
             read=lambda found: {"offload": {"optimizer": 1.0}} if any(found.values()) else {},
-            write=lambda v: {  # as what it is set on may have it on
-                "training.enable_cpu_offload": bool((v.get("offload") or {}).get("optimizer"))
-            },
+            # off, too, as what it is set on may have it on
+            write=lambda v: {"training.enable_cpu_offload": states_away(v) > 0},
         ),
         Correspondence(  # which it refuses beside these
             keys=("training.disable_cuda_graphs",), names=(), read=lambda found: {},
@@ -413,9 +408,8 @@ TORCHTITAN = Format(
                 if max(v.get("pp") or 1, v.get("ep") or 1) > 1 else {}
             ),
         ),
-        Correspondence(
-            keys=("compile.enable",), names=("compiled",),
-            read=said("compile.enable", "compiled", left_out=False).read,
+        replace(
+            said("compile.enable", "compiled", left_out=False),
             write=lambda v: {"compile.enable": bool(v.get("compiled"))},
         ),
     ),
@@ -438,7 +432,7 @@ TORCHTITAN = Format(
     parse=parse,
     render=render_python,
     recognises=lambda found: any(key.startswith(("parallelism.", "training.")) for key in found),
-    target=_target,
+    target=lambda values: "torchtitan",
     unplanned=(
         f"{AXES}enable_sequence_parallel", "model_spec.", "float8.", "quantize.", "mx.",
         "model.converters",

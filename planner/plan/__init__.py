@@ -26,7 +26,12 @@ if TYPE_CHECKING:
         stage_of,
         stages_of_parameters,
     )
-    from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
+    from meshwright.planner.plan.infeasible import (
+        WAYS_OUT,
+        InfeasibleError,
+        Relaxation,
+        without_ways_out,
+    )
     from meshwright.planner.plan.loss_parts import (
         NO_LOGITS,
         graph_for,

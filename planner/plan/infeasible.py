@@ -25,6 +25,14 @@ class Relaxation:
         return f"{self.what} ({self.plan}{step})"
 
 
+WAYS_OUT = "Way out: "  # what the message of a search without a plan has before its ways out
+
+
+def without_ways_out(message: str) -> str:
+    """The first part of such a message."""
+    return message.partition(f" {WAYS_OUT}")[0]
+
+
 class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
     closest; `relaxations` that would help, those that change least first."""

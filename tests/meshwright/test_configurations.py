@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright import Cluster, MeshwrightError, Plan
-from meshwright.configurations import as_configuration, configured
+from meshwright.configurations import as_configuration, as_script, configured
 from meshwright.planner.frameworks import ConfigurationError
 from tests.meshwright.commands import Captured, failed, printed
 
@@ -206,6 +206,9 @@ def test_a_script_of_plain_torch_is_written(capsys: Captured) -> None:
     script = Path("out/train.py").read_text()
     assert "fully_shard(" in script and "from bare import net as build" in script
     compile(script, "train.py", "exec")
+    given = {name: _given()[name] for name in ("example_inputs", "loss_fn")}
+    on = Cluster.local(2)
+    assert script == as_script(Plan.load("p.json"), _net()[0], on, module="bare:net", **given).text
     err = failed(capsys, ["export", "p.json", "--to", "torch"])
     assert "the model" in err and "module:function" in err
 

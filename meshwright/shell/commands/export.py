@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import arguments_of
 from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.progress import progress_shown
-from meshwright.shell.terminal import Answer
+from meshwright.shell.terminal import Answer, listed
 
 if TYPE_CHECKING:
+    from meshwright.model import ParallelModel
     from meshwright.planner.pricing import Prediction
-    from meshwright.profiles.cluster import Cluster
 
 LIST = "export.txt"
 TORCH, SCRIPT = "torch", "train.py"
@@ -72,10 +72,7 @@ class Written:
 
     def __str__(self) -> str:
         lines = [f"{', '.join(self.files)}: for {self.format} {self.version}"]
-        if self.script:
-            lines += ["Left to you", *(f"  - {each}" for each in self.script)]
-        if self.lost:
-            lines += ["It can't say", *(f"  - {each}" for each in self.lost)]
+        lines += [*listed("Left to you", self.script), *listed("It can't say", self.lost)]
         if self.written_step_time_s is not None:
             said = f"As written: {self.written}; {seconds(self.written_step_time_s)} a step"
             if self.step_time_s is not None:
@@ -99,20 +96,20 @@ def _script(args: argparse.Namespace, plan: Plan) -> Written:
     """A script of plain PyTorch."""
     import torch
 
-    from meshwright.configurations import as_script
+    from meshwright.api import Arguments, asked, decided
+    from meshwright.configurations import script_of
 
     if args.model is None:
         raise CommandError(
             "is missing", place="the model", legal="module:function, whose modules a script names"
         )
     model, arguments = arguments_of(args)
-    keywords = {name: arguments[name] for name in ("example_inputs", "loss_fn")}
-    cluster = cluster_named(args.cluster)
+    given = {"global_batch_size": plan.global_batch_size, "precision": plan.precision}
     with progress_shown():
-        script = as_script(plan, model, cluster, module=args.model, **keywords)
+        question = asked(model, cluster_named(args.cluster), Arguments(**{**arguments, **given}))
+        script = script_of(question, plan, args.model)
         check_lost(script.cannot_express, args.lossy)
-        given = {"global_batch_size": plan.global_batch_size, **arguments}
-        planned = _as_planned(model, cluster, plan, **given)
+        planned = _as_planned(lambda: decided(question, plan))
     left = []
     if any(each.is_meta for each in model.parameters()):
         left.append(f"weights: {args.model} gives a model on meta; the script trains what it gives")
@@ -173,14 +170,15 @@ def _priced(
 ) -> tuple[tuple[str, Prediction, str] | None, tuple[str, Prediction, str] | None]:
     """The plan as planned, where the software can run it, and as written. Raises `LossError` where
     the one fits and the other doesn't."""
+    from meshwright.api import auto_parallelize
     from meshwright.configurations import configured
 
     args.global_batch_size = args.global_batch_size or plan.global_batch_size
     cluster = cluster_named(args.cluster)
     model, arguments = arguments_of(args)
     with progress_shown():
-        target = made.configuration.target
-        planned = _as_planned(model, cluster, plan, **{**arguments, "target": target})
+        given = {**arguments, "precision": plan.precision, "target": made.configuration.target}
+        planned = _as_planned(lambda: auto_parallelize(model, cluster, plan=plan, **given))
         try:
             more = {k: v for k, v in arguments.items() if k not in ("target", "precision")}
             result = configured(made.configuration, model, cluster, **more).result
@@ -194,16 +192,11 @@ def _priced(
     return planned, (describe(result.plan), result.prediction, verdict)
 
 
-def _as_planned(
-    model: Any, cluster: Cluster, plan: Plan, **arguments: Any
-) -> tuple[str, Prediction, str] | None:
+def _as_planned(decide: Callable[[], ParallelModel]) -> tuple[str, Prediction, str] | None:
     """The plan, its price and whether it fits; None where the target can't run it. Raises
     `InfeasibleError`."""
-    from meshwright.api import auto_parallelize
-
     try:
-        given = {**arguments, "precision": plan.precision}
-        result = auto_parallelize(model, cluster, plan=plan, **given)
+        result = decide()
     except InfeasibleError:
         raise
     except MeshwrightError:

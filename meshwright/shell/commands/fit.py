@@ -11,7 +11,14 @@ from typing import Any
 
 from meshwright.planner.alternatives import Answers, with_sequences, with_ways_out
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import InfeasibleError, Relaxation, describe, seconds, sized
+from meshwright.planner.plan import (
+    InfeasibleError,
+    Relaxation,
+    describe,
+    seconds,
+    sized,
+    without_ways_out,
+)
 from meshwright.planner.report import sequence_length
 from meshwright.planner.search import Search, some_plan_fits
 from meshwright.shell import override_flags
@@ -19,7 +26,7 @@ from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import searching
 from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.progress import progress_shown
-from meshwright.shell.terminal import Answer
+from meshwright.shell.terminal import Answer, listed
 
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
@@ -84,13 +91,11 @@ class Fit:
                 f"  longest sequence that fits: {longest} (planned: {self.sequence_now:,}); "
                 "by memory, whatever the model's positions allow"
             )
-        if self.helps:
-            lines += ["What would help", *(f"  - {text}" for text in self.helps)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *listed("What would help", self.helps)])
 
     def _verdict(self) -> list[str]:
         if self.peak_bytes is None or self.interval_bytes is None or self.step_time_s is None:
-            return [f"{self.verdict}: {self.why.partition(' Way out: ')[0]}"]
+            return [f"{self.verdict}: {without_ways_out(self.why)}"]
         low, high = map(sized, self.interval_bytes)
         return [
             f"{self.verdict}: {self.probability:.0%}; {sized(self.peak_bytes)} of "

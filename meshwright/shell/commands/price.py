@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.planner.document import Document
-from meshwright.planner.plan import InfeasibleError, seconds
+from meshwright.planner.plan import InfeasibleError, seconds, without_ways_out
 from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.diff import Difference, difference
 from meshwright.shell.commands.parallelized import arguments_of, named_report
 from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.progress import progress_shown
-from meshwright.shell.terminal import Answer, say
+from meshwright.shell.terminal import Answer, listed, say
 
 if TYPE_CHECKING:
     from meshwright.planner.report import Report
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    from meshwright.configurations import decided, notes_of, question_of, without_pins
+    from meshwright.api import decided
+    from meshwright.configurations import notes_of, question_of, without_pins
 
     if args.source is None:
         raise CommandError("no configuration", place="--from", legal="a file of another software")
@@ -51,8 +52,9 @@ def run(args: argparse.Namespace) -> Answer:
     if args.output:
         report.plan.save(args.output)
         say(f"plan written to {args.output}")
-    between = difference((report.plan, report.to_dict()), (ours.plan, ours.to_dict()))
-    data = {"theirs": report.to_dict(), "ours": ours.to_dict(), "difference": between.as_dict()}
+    data = {"theirs": report.to_dict(), "ours": ours.to_dict()}
+    between = difference((report.plan, data["theirs"]), (ours.plan, data["ours"]))
+    data["difference"] = between.as_dict()
     return Answer(
         data=lambda: data,
         text=lambda: _document(args.source, said.target, report, ours, between, args.full),
@@ -63,11 +65,8 @@ def _too_large(
     args: argparse.Namespace, notes: list[str], error: InfeasibleError, ours: Report
 ) -> Answer:
     """The answer where what is given does not fit: why, what would help, and ours, which does."""
-    short, _, _ = str(error).partition(" Way out: ")
-    helps = [str(each) for each in error.relaxations]
-    lines = [f"{args.source}: {short}"]
-    if helps:
-        lines += ["What would help", *(f"  - {text}" for text in helps)]
+    short, helps = without_ways_out(str(error)), list(map(str, error.relaxations))
+    lines = [f"{args.source}: {short}", *listed("What would help", helps)]
     data = {"theirs": None, "why": short, "helps": helps, "notes": notes, "ours": ours.to_dict()}
     ending = [*lines, f"Ours fits: {_chosen(ours)}."]
     parts = [*ours.document(full=args.full).parts]
