@@ -4,6 +4,7 @@ Tests price from the catalog: what was measured on this machine is out of their 
 """
 
 import gc
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ ORDER = (
 )  # fmt: skip
 
 
+KILLERS = Path(__file__).parents[1] / "scripts" / "mutation" / "killers.json"
+
+
 def _place(item: pytest.Item) -> int:
     part = Path(item.nodeid.partition("::")[0]).parts[1]
     return ORDER.index(part) if part in ORDER else len(ORDER)
@@ -38,18 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         stored.clear_old()
     config.addinivalue_line(
-        "markers", "second_tier(reason): run by --all only; the reason names what stays"
+        "markers", "second_tier(reason): run by --all only, but for what kills a mutant"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    second = []
+    killers, second = {*json.loads(KILLERS.read_text()).values()}, []
     for item in items:
-        for mark in item.iter_markers("second_tier"):
-            if not mark.kwargs.get("reason"):
-                raise pytest.UsageError(f"{item.nodeid}: second_tier without a reason")
+        marks = [*item.iter_markers("second_tier")]
+        if not all(mark.kwargs.get("reason") for mark in marks):
+            raise pytest.UsageError(f"{item.nodeid}: second_tier without a reason")
+        if marks and item.nodeid not in killers:
             second.append(item)
-            break
     items.sort(key=_place)
     if not config.getoption("--all") and second:
         config.hook.pytest_deselected(items=second)

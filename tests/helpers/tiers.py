@@ -1,7 +1,8 @@
 """Two tiers of tests: the change tier (`scripts/test`) and everything (`scripts/test --all`).
 
 A test is in the second tier by one marker, which says why and what the change tier keeps in its
-place. Nothing else decides.
+place. Tests that are known to kill a mutant (`scripts/mutation/killers.json`) stay in the change
+tier all the same, so that what it finds does not shrink with it. Nothing else decides.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,10 +1,12 @@
 """The table of mutants fits the product; `scripts/mutants` runs it."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from scripts.mutation.gate import KILLERS
 from scripts.mutation.reach import Tree
 from scripts.mutation.table import Mutant, read_mutants
 
@@ -38,6 +40,18 @@ def test_names_are_unique_and_a_text_that_moved_is_refused() -> None:
             mutant.applied(source)
     with pytest.raises(ValueError, match="becomes no Python"):
         Mutant(name="m", kind="", file="a.py", text="1", change="(", breaks="it").applied("1")
+
+
+def test_recorded_killers_are_tests_of_today() -> None:
+    """A test that moves takes its line in the file along: that keeps it in the change tier."""
+    missing = [
+        f"{name}: {killer}"
+        for name, killer in json.loads(KILLERS.read_text()).items()
+        for file, *_, test in [killer.split("::")]
+        if not (ROOT / file).is_file()
+        or f"def {test.partition('[')[0]}(" not in (ROOT / file).read_text()
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
