@@ -27,6 +27,7 @@ from tests.helpers.source_files import (
     importers,
     is_within,
 )
+from tests.helpers.tiers import second_tier, tiered
 
 # what the executor may know of the planner: the plan, not how it was found
 CONTRACT = ("planner.plan", "planner.operators", "planner.batch")
@@ -240,7 +241,9 @@ def names_in(file: SourceFile) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("knob", KNOBS)
+@pytest.mark.parametrize(
+    "knob", tiered(KNOBS, "placement".__eq__, "one decision stays; names go into more files seldom")
+)
 def test_a_decision_is_named_in_few_files(knob: str) -> None:
     elsewhere = (OTHERS, *ELSEWHERE.get(knob, ()))
     files = [
@@ -287,12 +290,16 @@ OF_PRODUCT: tuple[Rule, ...] = (
 )
 OF_SCRIPTS: tuple[Rule, ...] = (solver_imports, import_path_edits, *OF_ALL)
 OF_TESTS: tuple[Rule, ...] = (import_path_edits, *OF_ALL)
+BESIDE_PRODUCT = second_tier("the product's files stay; ruff reads all")
 
 
 @pytest.mark.parametrize(
     ("rules", "folders"),
-    [(OF_PRODUCT, PRODUCT), (OF_SCRIPTS, ("scripts", "examples")), (OF_TESTS, ("tests",))],
-    ids=["product", "scripts", "tests"],
+    [
+        pytest.param(OF_PRODUCT, PRODUCT, id="product"),
+        pytest.param(OF_SCRIPTS, ("scripts", "examples"), id="scripts", marks=BESIDE_PRODUCT),
+        pytest.param(OF_TESTS, ("tests",), id="tests", marks=BESIDE_PRODUCT),
+    ],
 )
 def test_files_keep_the_rules(rules: tuple[Rule, ...], folders: tuple[str, ...]) -> None:
     offences = [found for file in files_in(*folders) for rule in rules for found in rule(file)]

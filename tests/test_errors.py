@@ -93,6 +93,7 @@ def bare(file: SourceFile, legal: set[str]) -> list[tuple[int, str]]:
     return [(k, name) for k, name in raised(file) if name not in legal | SIGNALS.keys()]
 
 
+@second_tier("classes of errors and their entries stay; this reads who raises them")
 def test_what_is_raised_is_structured() -> None:
     files = files_in(*PRODUCT)
     legal = structured(files)
@@ -116,6 +117,7 @@ def unplaced(file: SourceFile) -> list[int]:
     ]
 
 
+@second_tier("classes of errors and their entries stay; this reads who raises them")
 def test_errors_of_the_executor_have_fields_of_their_own() -> None:
     found = {file.path for file in files_in("executor") if unplaced(file)}
     assert found - {path for path, _ in INSIDE} == WHOLE.keys()
@@ -123,6 +125,7 @@ def test_errors_of_the_executor_have_fields_of_their_own() -> None:
     assert unplaced(SourceFile("executor/x.py", text)) == [1]
 
 
+@second_tier("classes of errors and their entries stay; this reads who raises them")
 def test_bare_errors_are_found() -> None:
     text = "def f(x):\n raise KeyError\n raise KeyError('no') from x\n raise PlanError('no')\n"
     legal = structured(files_in(*PRODUCT))
@@ -141,8 +144,13 @@ def codeless(file: SourceFile) -> list[int]:
     return [line for line, maker in makers if isinstance(maker, ast.Name) and maker.id == BASE]
 
 
+@second_tier("classes with a code stay, each with its entry")
 def test_every_error_has_a_code() -> None:
-    assert not [(file.path, k) for file in files_in(*PRODUCT, "scripts") for k in codeless(file)]
+    assert not [
+        (file.path, k)
+        for file in (*files_in(*PRODUCT), *files_in("scripts"))
+        for k in codeless(file)
+    ]
     text = f"raise {BASE}('no')\nraise {BASE}.of(e, 'x')\nraise PlanError('no')\n"
     assert codeless(SourceFile("planner/x.py", text)) == [1, 2]
     coded = write_errors.classes()

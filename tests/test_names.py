@@ -135,6 +135,7 @@ def within(modules: set[str], rooms: tuple[str, ...]) -> list[str]:
     return sorted(m for m in modules for room in rooms if m == room or m.startswith(f"{room}."))
 
 
+@RULES
 def test_a_rank_with_a_plan_file_loads_no_search_and_no_solver(tmp_path: Path) -> None:
     planned(net(), overrides=Overrides(num_microbatches=2)).plan.save(tmp_path / "plan.json")
     program = """
@@ -149,7 +150,7 @@ assert "nothing was searched" in str(result.report)
     assert within(loaded, SEARCH) == []
 
 
-@second_tier("a rank with a plan file stays, which runs what the executor has")
+@RULES
 def test_the_executor_loads_plans_and_operators_of_the_planner_only() -> None:
     program = """
 import pkgutil
@@ -163,7 +164,7 @@ for module in pkgutil.walk_packages(meshwright.executor.__path__, "meshwright.ex
     assert within(loaded, PLANNER) == []
 
 
-@second_tier("a rank with a plan file stays, in a process of its own")
+@RULES
 def test_errors_are_imported_without_who_raises_them() -> None:
     names = "InfeasibleError, OverrideError, PlanError, TraceError"
     loaded = loaded_by(f"from meshwright import {names}")

@@ -33,6 +33,7 @@ from tests.executor.rehearsal.rehearsal_runs import checked_experts
 from tests.helpers import planning
 from tests.helpers.formulas import formulas, value
 from tests.helpers.plan_building import Knobs, build_plan
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 from tests.models.models import CASES as MODELS
 from tests.parity.parity_cells import Cell, plan_of
@@ -431,10 +432,21 @@ UNMEASURED = {
     ("Offload of activations", "memory"): "of unequal blocks, as few as pay",
 }
 CASES = [(name, column) for name, of in COLUMNS.items() for column in of]
+# a trace of a Transformer with either attention
+KEPT = {"Megatron, 1D", "Sequence parallelism", "Sequence parallelism, gathers again",
+        "Selective recompute", "FlashAttention"}  # fmt: skip
+BY_HAND = second_tier("what a layer keeps is a closed form in test_block_memory, too")
 BY_NAME = {system.name: system for system in EVERY}
 
 
-@pytest.mark.parametrize(("name", "column"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        pytest.param(*case, marks=BY_HAND if case[0] in KEPT and case[1] == "memory" else ())
+        for case in CASES
+    ],
+    ids=str,
+)
 def test_formulas_are_those_of_the_product(name: str, column: str) -> None:
     symbols, measured = COLUMNS[name][column]()
     written = formulas(BY_NAME[name].cells[column])

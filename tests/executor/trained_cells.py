@@ -16,16 +16,10 @@ from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_reference import built, difference
 
 
-def cells(first: str, others: str) -> list[Any]:
-    """Parameters of a test: cells, one a line. `first` covers each pair of knobs that only this
-    test covers; `others` are of the second tier."""
+def cells(first: str, others: str, reason: str) -> list[Any]:
+    """Parameters of a test: cells, one a line; `others` are of the second tier, for a reason."""
     chosen, rest = (list(map(Cell.parse, x.strip().splitlines())) for x in (first, others))
-    return tiered(
-        [*chosen, *rest],
-        chosen.__contains__,
-        "pairs of knobs that the cells of the change tier cover once",
-        lambda cell: cell.name,
-    )
+    return tiered([*chosen, *rest], chosen.__contains__, reason, lambda cell: cell.name)
 
 
 def planned(cell: Cell) -> ParallelModel:

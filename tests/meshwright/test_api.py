@@ -16,6 +16,7 @@ from meshwright.api import Arguments, auto_parallelize
 from meshwright.decisions import Decision, check_world
 from meshwright.plan_search import SearchedPlan
 from meshwright.planner.plan.check import check_runs
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import ROWS, batch, host, net, planned, slow_host, small_host
 
 
@@ -95,6 +96,7 @@ def test_evaluating_changes_nothing() -> None:
     assert float(result.train_step(batch(8))) == pytest.approx(float(loss), rel=1e-6)
 
 
+@second_tier("plans that run are told from others in test_check")
 def test_plans_for_this_machine_are_plans_that_run() -> None:
     check_runs(four_ranks().plan)
     far = planned(net(), cluster=dataclasses.replace(host(4), backend="nccl"))
@@ -105,6 +107,7 @@ def test_plans_for_this_machine_are_plans_that_run() -> None:
     assert four_ranks().replan(Overrides(zero=3)).plan.stages[0].zero == 3
 
 
+@second_tier("parity trains models with ties")
 def test_a_tied_weight_may_live_on_two_stages() -> None:
     result = planned(net(tied=True), 2, overrides=Overrides(pp=2))
     first, last = result.plan.stages
@@ -137,6 +140,7 @@ def test_a_plan_for_something_else_is_refused(changes: dict[str, Any], says: str
         planned(**{"model": net(), "cluster": host(4), "plan": four_ranks().plan, **changes})
 
 
+@second_tier("what is missing is said by the command, which calls this (test_cli)")
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     """A given plan, and any plan for a cluster."""
     with pytest.raises(InfeasibleError, match=r"by stage: stage 0: \d.* [KM]iB") as caught:
@@ -191,6 +195,7 @@ def test_the_ranks_that_run_must_be_the_clusters() -> None:
         check_world(cluster, 3)
 
 
+@second_tier("ways out of too little memory are test_ways_out's; margins out of range are refused")
 def test_errors_of_a_margin_say_the_one_that_holds() -> None:
     """Of a plan that is forced, and of one that is given, which takes 10/11 of memory."""
     forced, on = Overrides(dp=4, zero=0, recompute="none", num_microbatches=1), host(4)

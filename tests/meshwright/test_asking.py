@@ -21,6 +21,7 @@ from meshwright.shell.commands import fit as fitting
 from meshwright.shell.commands.compare import compared
 from meshwright.shell.commands.fit import _largest
 from meshwright.shell.commands.plan import cost_text
+from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import FOUR, PLAN, Captured, failed, printed
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
@@ -61,6 +62,7 @@ def test_small_costs_keep_their_digits() -> None:
     assert "1,234 days, 12,346 device-hours, 30,864 (" in large
 
 
+@second_tier("one decision, and another model, are told apart by the same comparison")
 def test_diff_tells_decisions_and_what_they_cost(capsys: Captured) -> None:
     reports = written("a", "b")
     for one, other in (("a", "a"), ("report_a", "report_a"), ("a", "report_a")):
@@ -183,6 +185,7 @@ def test_compare_plans_for_each_cluster(capsys: Captured) -> None:
     assert "dgx-a100" in out and "l4" in out
 
 
+@second_tier("a model that is too large is refused by plan; compare has clusters with room")
 def test_a_cluster_that_is_too_small_is_a_row(capsys: Captured) -> None:
     asked = ["compare", *MODEL, "--cluster", "tiny.toml"]
     data = json.loads(printed(capsys, *asked, "--json", code=2))
@@ -227,6 +230,7 @@ def test_fit_searches_batches_and_sequences(
     assert "longest sequence that fits: 60 tokens (planned: 6)" in out
 
 
+@second_tier("what does not fit is said by plan, with the shortfall of each stage")
 def test_fit_says_what_would_help(capsys: Captured) -> None:
     out = printed(capsys, "fit", *MODEL, "--cluster", "tiny.toml", code=2)
     assert out.startswith("does not fit: ")
@@ -241,6 +245,7 @@ def test_the_largest_factor_is_found_within_a_quarter(most: float, found: float)
     assert _largest(lambda factor: factor <= most) == found
 
 
+@second_tier("overrides are flags of every command alike (test_cli)")
 def test_fit_and_compare_take_overrides_and_plans(capsys: Captured) -> None:
     assert main([*FOUR, "--pp=2", "--num-microbatches=4", "-o", "plan.json"]) == 0
     chosen = describe(Plan.load("plan.json"))

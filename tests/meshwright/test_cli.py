@@ -60,6 +60,7 @@ def test_plan_prints_the_report_and_nothing_else(capsys: Captured) -> None:
         assert part in out
 
 
+@second_tier("reports as JSON stay, and pages beside their code (test_page)")
 def test_json_and_pages_have_the_report(capsys: Captured) -> None:
     files = ["-o", "plan.json", "--html", "searched.html"]
     assert main([*FOUR, *files, "--json", "--sensitivity"]) == 0
@@ -145,6 +146,7 @@ for line in ("--help", "--version", *(f"{name} --help" for name in COMMANDS), *s
 """
 
 
+@second_tier("exports that are imported when they are asked for stay (test_lazy_exports)")
 def test_what_plans_nothing_loads_no_torch(capsys: Captured) -> None:
     Path("plan.json").write_text(plan_by_flags())
     Path("report.json").write_text(printed(capsys, *FOUR, "--json"))
@@ -203,7 +205,11 @@ def test_a_model_too_large_exits_with_2(capsys: Captured) -> None:
         ([*FOUR, "--cp", "2", "--cp-kind", "ring"],
          "cp can't split the model's sequences: no input has a sequence dim"),
         ([*FOUR, "--time-limit", "-1"], "time_limit_s=-1.0; legal"),
-        ([*FOUR, "--tokens", "1e9"], "no sequence"),
+        pytest.param(
+            [*FOUR, "--tokens", "1e9"],
+            "no sequence",
+            marks=second_tier("it takes a search; what is refused before one stays"),
+        ),
         ([*FOUR, "-o", "no/such/plan.json"],
          "--output 'no/such/plan.json'; legal: a file in a folder that exists"),
         (["plan", "cli_targets", "--batch", "4"], "names no function; legal: module:function"),
@@ -327,6 +333,7 @@ def test_the_help_names_what_is_legal() -> None:
 REHEARSE = ["rehearse", *FOUR[1:], "--plan", "plan.json"]
 
 
+@second_tier("plan rehearses, too, and the executor's rehearsals stay")
 def test_rehearse_speaks_for_ranks_that_are_not_there(capsys: Captured) -> None:
     Path("plan.json").write_text(plan_by_flags())
     assert "kinds of 8 ranks, no mismatch, peak" in printed(capsys, *REHEARSE)
@@ -335,6 +342,7 @@ def test_rehearse_speaks_for_ranks_that_are_not_there(capsys: Captured) -> None:
     assert all(rank["peak_bytes"] > 0 for rank in found["ranks"].values())
 
 
+@second_tier("a plan whose rehearsal does not fit stays")
 def test_plan_and_rehearse(capsys: Captured) -> None:
     assert main([*FOUR, "--pp", "2", "--num-microbatches", "2", "--rehearse", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -344,6 +352,7 @@ def test_plan_and_rehearse(capsys: Captured) -> None:
     assert data["summary"]["memory_verdict_by"] == "rehearsal"
 
 
+@second_tier("mismatches are found in tests of the executor's proofs")
 def test_plan_and_rehearse_what_does_not_match(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +377,7 @@ def test_a_plan_that_does_not_fit_when_rehearsed_exits_with_2(
     assert "infeasible: the plan was rehearsed, and does not fit" in err
 
 
+@second_tier("the margin of a second search is computed in a test below")
 def test_the_next_plan_that_fits_when_rehearsed_is_the_answer(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +468,7 @@ def test_run_takes_a_plan_and_speaks_plainly(capsys: Captured) -> None:
     assert "global_batch_size=6, called with 8" in failed(capsys, [*run, "--batch", "8"])
 
 
+@second_tier("a model without ranks says it in test_api")
 def test_run_without_ranks_says_how_to_launch(capsys: Captured) -> None:
     err = failed(capsys, ["run", *FOUR[1:], "--steps", "2"])
     assert "torchrun --standalone --nproc-per-node 8" in err and "-m meshwright run" in err

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from meshwright import Cluster, MeshwrightError, Plan
 from meshwright.configurations import as_configuration, as_script, configured
 from meshwright.planner.frameworks import ConfigurationError
+from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import Captured, failed, printed
 
 LAYERS = """
@@ -63,6 +64,7 @@ def files(in_a_folder: Path) -> None:
 
 
 ON = ["--cluster", "dgx-a100", "--no-profile"]
+OTHER = second_tier("one number that the model has not is refused, as these are")
 
 
 def test_a_configuration_is_priced_and_ours_stands_beside_it(capsys: Captured) -> None:
@@ -93,6 +95,7 @@ def test_a_configuration_is_priced_and_ours_stands_beside_it(capsys: Captured) -
     assert not data["difference"]["same"]
 
 
+@second_tier("price says whether a configuration fits; fit has models without one (test_asking)")
 def test_whether_a_configuration_fits_and_what_would_help(capsys: Captured) -> None:
     text = printed(capsys, "fit", "layered:net", "--from", "m.args", *ON)
     assert text.startswith("fits: ") and "plan: pp2 × dp2×tp2, 1f1b, 8 micro-batches of 8" in text
@@ -103,6 +106,7 @@ def test_whether_a_configuration_fits_and_what_would_help(capsys: Captured) -> N
     assert "does not fit" in text and "What would help" in text and "microbatch_size" in text
 
 
+@second_tier("what fits stays, with ours beside it")
 def test_what_does_not_fit_is_said_and_ours_stands_beside_it(capsys: Captured) -> None:
     Path("small.toml").write_text(SMALL)
     given = {**CONFIG, "train_batch_size": 2**23, "zero_optimization": {"stage": 0}}
@@ -118,8 +122,14 @@ def test_what_does_not_fit_is_said_and_ours_stands_beside_it(capsys: Captured) -
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--num-layers 5", "num_layers is 5, and the model has not; legal: 4"),
-        ("--hidden-size 65", "hidden_size is 65, and the model has not; legal: 8, 64, 256"),
+        pytest.param(
+            "--num-layers 5", "num_layers is 5, and the model has not; legal: 4", marks=OTHER
+        ),
+        pytest.param(
+            "--hidden-size 65",
+            "hidden_size is 65, and the model has not; legal: 8, 64, 256",
+            marks=OTHER,
+        ),
         ("--seq-length 4096", "seq_length is 4096, and the model has not; legal: 64"),
     ],
 )
@@ -130,6 +140,7 @@ def test_a_file_for_another_model_is_refused(capsys: Captured, more: str, says: 
     assert configured("m.args", *_net(), **_given()).configuration.values["hidden_size"] == 64
 
 
+@second_tier("exports to DeepSpeed, priced again as written, stay")
 def test_a_plan_is_exported_and_means_itself(capsys: Captured) -> None:
     search = ["plan", "layered:net", *ON, "--batch", "64", "--target", "megatron", "--pp", "2"]
     more = ["--schedule", "1f1b", "--tp", "2", "--zero", "1", "--num-microbatches", "4"]
@@ -192,6 +203,7 @@ def test_mistakes_are_named(capsys: Captured) -> None:
     assert "--batch" in err and "rows per optimizer step" in err
 
 
+@second_tier("scripts of plain torch are written and run in test_torch_script; other exports stay")
 def test_a_script_of_plain_torch_is_written(capsys: Captured) -> None:
     search = ["plan", "layered:net", "--cluster", "local:2", "--no-profile", "--batch", "8"]
     printed(capsys, *search, "--dp", "2", "--zero", "3", "-o", "p.json")
@@ -213,11 +225,13 @@ def test_a_script_of_plain_torch_is_written(capsys: Captured) -> None:
     assert "the model" in err and "module:function" in err
 
 
+@second_tier("the command line has a list of software to choose from")
 def test_an_unknown_software_is_refused() -> None:
     with pytest.raises(MeshwrightError, match=r"software='caffe'; legal: deepspeed, accelerate"):
         as_configuration(Plan.from_config("m.args", *_net(), **_given()), "caffe")
 
 
+@second_tier("a model of a module is priced by the same lines")
 def test_a_config_of_transformers_is_a_model(capsys: Captured) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256,

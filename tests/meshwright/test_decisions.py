@@ -11,6 +11,7 @@ from meshwright import Cluster, ParallelModel, Plan, auto_parallelize
 from meshwright.planner.plan.check import check_plan
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.running.planned import plan_of_rows
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import cut, net, plan_for, planned
 
 
@@ -54,7 +55,9 @@ def test_tf32_is_a_flag_of_fp32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "precision", tiered(("fp8", "fp8_rowwise", "mxfp8"), "fp8".__eq__, "one way to scale stays")
+)
 def test_fp8_is_planned_reported_and_written(precision: str, tmp_path: Path) -> None:
     result = planned_on("h100-sxm", precision)
     assert result.plan.precision == result.report.to_dict()["plan"]["precision"] == precision

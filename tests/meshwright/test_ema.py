@@ -17,6 +17,7 @@ from meshwright.executor.checkpoint.extra import Merged, RankLoad, RankStates
 from meshwright.executor.errors import SavedError, StateError
 from meshwright.model import ParallelModel
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import ROWS, batch, loss, net, planned
 
 DECAY, RATE, STEPS = 0.8, 0.05, 3
@@ -93,7 +94,9 @@ def averages(folder: Path, source: str) -> None:
             assert float(other.eval_step(batch(ROWS, 0))) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("source", PLANS)
+@pytest.mark.parametrize(
+    "source", tiered(PLANS, "tp2".__eq__, "what is saved under one plan is loaded under all")
+)
 def test_averages_are_one_device_s_and_go_to_any_plan(tmp_path: Path, source: str) -> None:
     on_ranks(2, averages, tmp_path / "at", source)
 
@@ -124,6 +127,7 @@ def of_each_rank(folder: Path) -> None:
         model.save_checkpoint(folder, extra={"mixed": sharded})
 
 
+@second_tier("trees of ranks are merged without ranks in a test below")
 def test_what_differs_is_kept_for_each_rank_or_refused_by_name(tmp_path: Path) -> None:
     on_ranks(2, of_each_rank, tmp_path / "at")
     alone = planned(net(), 1, profile=False)
@@ -166,7 +170,14 @@ def test_an_averaged_model_of_torch_goes_on(tmp_path: Path) -> None:
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in mean.state_dict().items())
 
 
-@pytest.mark.parametrize("decay", [1, -0.1, True, "0.9", float("nan")])
+@pytest.mark.parametrize(
+    "decay",
+    tiered(
+        (1, -0.1, True, "0.9", float("nan")),
+        lambda decay: decay in (1, "0.9") and decay is not True,
+        "a number and a text out of range stay",
+    ),
+)
 def test_a_decay_out_of_range_is_refused(decay: Any) -> None:
     model = planned(net(), 1, profile=False)
     with pytest.raises(MeshwrightError, match=r"Ema: decay=.*legal: a number from 0 to below 1"):

@@ -192,7 +192,7 @@ TWO = [
 ]
 
 
-FEW = "shared heads under tp with a mask are first; four ranks keep keys and values, too"
+FEW = "four ranks keep keys and values, too, in stages and by tensors (the outputs' test)"
 
 
 def kept(cell: tuple[Any, ...]) -> str:
@@ -200,12 +200,13 @@ def kept(cell: tuple[Any, ...]) -> str:
     return cell[0].__name__ + degrees
 
 
-@pytest.mark.parametrize("cell", tiered(TWO, lambda cell: cell == TWO[3], FEW, kept))
+@second_tier(FEW)
+@pytest.mark.parametrize("cell", TWO, ids=kept)
 def test_tokens_by_a_cache_are_those_of_transformers(cell: tuple[Any, ...]) -> None:
     on_ranks(2, cached, *cell, 2)
 
 
-@second_tier("two ranks keep keys and values in the change tier")
+@second_tier("four ranks keep keys and values in the change tier")
 def test_one_device_keeps_keys_and_values_and_eager_attention_does_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -18,6 +18,7 @@ from meshwright.decisions import one_at_a_time
 from meshwright.executor.errors import BatchError
 from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import ROWS, VOCAB, batch, loss, net, planned
 
 
@@ -33,7 +34,10 @@ def plain_gradients(model: nn.Module, inputs: Any, targets: Any) -> tuple[float,
     return value.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("tied", "microbatches"), [(False, 1), (True, 4)])
+@pytest.mark.parametrize(
+    ("tied", "microbatches"),
+    [(False, 1), pytest.param(True, 4, marks=second_tier("parity has micro-batches, and ties"))],
+)
 def test_a_step_is_the_plain_step(tied: bool, microbatches: int) -> None:
     model = net(tied=tied)
     expected, gradients = plain_gradients(model, *batch(ROWS))
@@ -59,7 +63,9 @@ def test_gradients_add_up_over_steps() -> None:
         torch.testing.assert_close(p.grad, 2 * once[name])
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize(
+    "as_dict", [pytest.param(False, marks=second_tier("targets apart from a dict stay")), True]
+)
 def test_targets_may_come_apart(as_dict: bool) -> None:
     ids, targets = batch(ROWS)
     named = {"ids": ids[:4], "targets": targets[:4]}
@@ -72,8 +78,15 @@ def test_targets_may_come_apart(as_dict: bool) -> None:
 
 @pytest.mark.parametrize(
     ("loss_fn", "entries"),
-    [(nn.CrossEntropyLoss(label_smoothing=0.1), 2), (lambda out: out.square().mean(), 1)],
-    ids=["a module", "of the output alone"],
+    [
+        pytest.param(
+            nn.CrossEntropyLoss(label_smoothing=0.1),
+            2,
+            id="a module",
+            marks=second_tier("a function of the output alone stays"),
+        ),
+        pytest.param(lambda out: out.square().mean(), 1, id="of the output alone"),
+    ],
 )
 def test_a_loss_may_be_any_callable(loss_fn: Any, entries: int) -> None:
     model = nn.Linear(6, 5)
@@ -130,7 +143,11 @@ def test_state_that_does_not_fit_is_named() -> None:
     [
         (batch(12), r"'0' has shape \(12, 6\); the plan expects \(8, 6\)"),
         ((batch(8)[0], batch(4)[1]), r"'1' has shape \(4, 6\); the plan expects \(8, 6\)"),
-        ((batch(8)[0][:, :3], batch(8)[1]), r"'0' has shape \(8, 3\)"),
+        pytest.param(
+            (batch(8)[0][:, :3], batch(8)[1]),
+            r"'0' has shape \(8, 3\)",
+            marks=second_tier("other numbers of rows are named by the same words"),
+        ),
         (batch(8)[:1], r"missing \['1'\]; the model was planned with inputs"),
         ((batch(8)[0].to("meta"), batch(8)[1]), "meta device"),
         ((batch(8)[0].to(torch.complex64), batch(8)[1]), "complex64"),
@@ -175,9 +192,17 @@ def plan_for(model: nn.Module, x: torch.Tensor, loss: Callable[..., Any] = total
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda y: y.sum() * 1j, r"loss of torch.complex64.*legal: float32.*\.abs\(\)"),
+        pytest.param(
+            lambda y: y.sum() * 1j,
+            r"loss of torch.complex64.*legal: float32.*\.abs\(\)",
+            marks=second_tier("a loss of integers stays"),
+        ),
         (lambda y: (y.sum().long(), 3), r"loss of torch.int64.*legal: float32"),
-        (lambda y: (y.sum(), torch.ones(()) * 1j), r"count of torch.complex64.*legal: real"),
+        pytest.param(
+            lambda y: (y.sum(), torch.ones(()) * 1j),
+            r"count of torch.complex64.*legal: real",
+            marks=second_tier("a loss of integers stays"),
+        ),
     ],
 )
 def test_losses_without_a_gradient_are_refused(loss: Callable[..., Any], message: str) -> None:
@@ -271,6 +296,7 @@ def _in_threads(work: Callable[[], object], number: int) -> list[object]:
         return [future.result(timeout=120) for future in [pool.submit(run) for _ in range(number)]]
 
 
+@second_tier("who plans meanwhile is told so in the test below")
 def test_threads_plan_in_turns() -> None:
     plans = _in_threads(lambda: planned(net()).plan, 2)
     assert plans == [planned(net()).plan] * 2

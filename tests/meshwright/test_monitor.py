@@ -34,7 +34,7 @@ from meshwright.monitor.metrics import (
     deviation,
 )
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import ROWS, SEQUENCE, batch, net, planned
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import PLANS, RANKS, Tokens
@@ -290,6 +290,7 @@ def test_predictions_are_those_of_the_ranks_stage() -> None:
         )
 
 
+@second_tier("metrics of a step, and of one after it, are computed by hand above")
 def test_longer_batches_another_plan_and_the_norm_without_clipping(tmp_path: Path) -> None:
     result = planned(net())
     result.log_to(str(tmp_path / "run.jsonl"))
@@ -465,10 +466,8 @@ def watch(plan: str, folder: Path) -> list[dict[str, Any]]:
     return all_gather_object(gloo_group(), {**seen, "told": told})
 
 
-FEW = "stages, of which few have a loss; other tests of ranks' shares are data's"
-
-
-@pytest.mark.parametrize("plan", tiered(PLANS, lambda plan: plan == "pp4", FEW))
+@second_tier("a run of one device is measured and logged; ranks measure what a loader takes")
+@pytest.mark.parametrize("plan", PLANS)
 def test_ranks_see_one_global_step_and_rank_0_alone_says_it(plan: str, tmp_path: Path) -> None:
     ranks = on_ranks(RANKS, watch, plan, tmp_path)
     of_ranks = [seen["metrics"] for seen in ranks]
@@ -539,5 +538,6 @@ def move_bytes(folder: Path) -> None:
         assert done == total and whose == "rank 0 of 4)"
 
 
+@second_tier("bytes moved are shown to their end on one device (test_terminal)")
 def test_bytes_moved_are_said_by_rank_0_and_steps_go_on_counting(tmp_path: Path) -> None:
     on_ranks(RANKS, move_bytes, tmp_path)

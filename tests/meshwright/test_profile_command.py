@@ -20,6 +20,7 @@ from meshwright.profiles.timings import CollectiveTiming
 from meshwright.shell import profile_command
 from meshwright.shell.profile_command import Effort, calls, microbatch_rows, profile_model, progress
 from tests.helpers import tiny
+from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import Captured, failed, printed, terminal, timing
 
 
@@ -96,6 +97,7 @@ def test_three_equal_layers_are_measured_once_and_the_most_work_first() -> None:
     assert flops == sorted(flops, reverse=True)
 
 
+@second_tier("a profile that travels as a file is measured, and known the next time")
 def test_what_was_measured_is_known_to_the_planner_and_the_next_time(store: Store) -> None:
     cluster = tiny.host(1)
     first = profiled(store, cluster)
@@ -136,6 +138,9 @@ def test_collectives_take_as_many_ranks_as_the_cluster_has(
     assert found == ((0.5, MEASURED) if expected else None)
 
 
+@second_tier(
+    "operators that are known are not timed again; collectives are asked for as ranks there are"
+)
 def test_whole_curves_are_not_timed_again(store: Store, launches: list[tuple[int, str]]) -> None:
     cluster = tiny.host(2)
     for known in (0, len(SIZES_BYTES) - 1, len(SIZES_BYTES)):

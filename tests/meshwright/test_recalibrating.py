@@ -18,7 +18,7 @@ from meshwright.profiles.steps import STEP, RunKind, StepTiming
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.running.recalibrated import LEAST_STEPS, step_timings
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import ROWS, batch, host, net, planned
 
 RUN = RunKind(precision="fp32", target="eager")
@@ -189,9 +189,8 @@ def recalibrate_together(overrides: Overrides, cache: Path) -> set[str]:
 TOGETHER = {"dp": Overrides(dp=2), "tp": Overrides(tp=2), "pp": Overrides(pp=2, num_microbatches=2)}
 
 
-@pytest.mark.parametrize(
-    "axis", tiered(TOGETHER, lambda axis: axis == "pp", "stages have the most parts of a step")
-)
+@second_tier("times of four ranks are put together without ranks in a test above")
+@pytest.mark.parametrize("axis", TOGETHER)
 def test_ranks_recalibrate_together(axis: str, tmp_path: Path) -> None:
     parts = on_ranks(2, recalibrate_together, TOGETHER[axis], tmp_path)
     assert ("messages between stages inside a node" in parts) == (axis == "pp")

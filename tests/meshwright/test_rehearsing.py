@@ -67,6 +67,7 @@ def test_the_table_has_the_fullest_rank_of_each_group_and_an_estimate() -> None:
     assert steps["priced"]["step_s"] == result.prediction.step_time_s
 
 
+@second_tier("prices of plans that nobody rehearsed are in every report")
 def test_a_plan_that_was_not_rehearsed_rests_on_its_price() -> None:
     result, _ = rehearsed()
     other = result.replan(Overrides(pp=2, num_microbatches=4))
@@ -139,6 +140,7 @@ def around(inner: Callable[[torch.Tensor], torch.Tensor], **overrides: Any) -> P
     )  # fmt: skip
 
 
+@second_tier("a leaf that calls a kernel is left out and named in the same list")
 def test_a_leaf_that_reads_values_is_named_and_runs_as_traced() -> None:
     result = around(Branching(), pp=2, tp=2)
     found = result.rehearse()
@@ -192,6 +194,7 @@ def test_an_optimizer_that_cannot_be_rehearsed_is_said(optimizer: Any, says: str
     assert result.report.rehearsed is None and not torch.distributed.is_initialized()
 
 
+@second_tier("the command says it of the same optimizer (test_cli)")
 def test_torch_may_not_have_the_planned_optimizer() -> None:
     result = planned(net(), 4, optimizer="lion")
     with pytest.raises(ValueError, match=r"torch has no optimizer 'lion'; legal: .*adamw.*lambda"):

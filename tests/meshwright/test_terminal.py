@@ -15,6 +15,7 @@ from meshwright.cli import main
 from meshwright.shell import progress
 from meshwright.shell.progress import BAR, FIRST_S, Progress, StepProgress, bar
 from meshwright.shell.terminal import show, stdout_is_the_result, wrapped
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import ROWS, batch, net, planned
 from tests.meshwright.commands import FOUR, Captured, printed, terminal
 
@@ -68,6 +69,7 @@ def test_colour_is_for_terminals(capsys: Captured, monkeypatch: pytest.MonkeyPat
     assert RULE not in printed(capsys, "catalog")
 
 
+@second_tier("tables and lines of progress are drawn on terminals without a search")
 @pytest.mark.usefixtures("in_a_folder")
 def test_tables_tracing_and_searching_are_shown_on_terminals_alone(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch

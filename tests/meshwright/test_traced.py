@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from meshwright.costmodel.graph import Graph
 from meshwright.traced import TracedModel
+from tests.helpers.tiers import second_tier, tiered
 
 ROWS, BATCH = 2, 8
 
@@ -48,8 +49,22 @@ def numbers(graph: Graph) -> list[object]:
     return [*found, *(x.tolist() for x in graph.constants.values())]
 
 
-@pytest.mark.parametrize("rows", [ROWS, BATCH, 4], ids=lambda rows: f"sample of {rows}")
-@pytest.mark.parametrize("name", COUNTED)
+OTHER = second_tier("a sample of as many rows as the batch stays")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param(ROWS, marks=OTHER), BATCH, pytest.param(4, marks=OTHER)],
+    ids=lambda rows: f"sample of {rows}",
+)
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        COUNTED,
+        ("a factor", "a constant", "a branch").__contains__,
+        "an argument, a tensor and a branch stay",
+    ),
+)
 def test_a_micro_batch_has_the_number_of_rows_of_the_batch(name: str, rows: int) -> None:
     model = traced(COUNTED[name], rows)
     graph, _ = model.in_microbatches(ROWS, BATCH)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 
+from meshwright.costmodel.precisions import PRECISIONS
+from meshwright.costmodel.recompute import PARTIAL, parts_of
 from tests.parity.parity_cells import Cell
 
 TWO_RANKS = """
@@ -347,24 +349,29 @@ ALL = (*MATRIX, *cells_in(BEYOND))
 
 # --- the change tier ------------------------------------------------------------------------------
 
-_KINDS = {
-    "bert": "encoder", "resnet": "images", "unet": "images", "mlp": "mlp", "t5": "encoder-decoder",
-    "moe": "experts",
-}  # fmt: skip  # all others are decoders
-_COST = {2: 1, 4: 2, 8: 5}  # of a cell by its ranks, about
+_LIKE = {"llama_tower": "llama_lora"}  # weights that are not trained
+_RANKS_COST = {2: 2, 4: 3, 8: 8}
 
 
 def covering(cells: Sequence[Cell]) -> set[Cell]:
-    """Few cells that have every pair of values of schedule, ZeRO, recompute, axis, precision and
-    kind of model that any cell has, and every value of the other knobs: the cheapest of what is
-    still missing, again and again."""
+    """Few cells that have every pair of values of axis, schedule, ZeRO and recompute that any cell
+    has, but of schedule with recompute, and every value of the other knobs: the cheapest of what is
+    still missing, again and again. Policies that recompute a part are one value, and precisions of
+    as many bits: tests of blocks and of products take each."""
     missing = frozenset[Covered]().union(*map(_covers, cells))
     found: set[Cell] = set()
     while missing:
-        best = max(cells, key=lambda cell: len(_covers(cell) & missing) / _COST[cell.world])
+        best = max(cells, key=lambda cell: len(_covers(cell) & missing) / _cost(cell))
         missing -= _covers(best)
         found.add(best)
     return found
+
+
+def _cost(cell: Cell) -> int:
+    """About, by what it starts, gathers and rounds, and by the size of its model."""
+    rounds = PRECISIONS[cell.precision].narrow or cell.precision == "bf16_pure"
+    small = cell.case in ("mlp", "unet")
+    return _RANKS_COST[cell.world] + 2 * (cell.zero == 3) + bool(rounds) + (not small)
 
 
 Covered = tuple[tuple[str, object], ...]
@@ -377,17 +384,24 @@ def _covers(cell: Cell) -> frozenset[Covered]:
         "pp": len(meshes) > 1, "dp": any(dp > 1 for dp, _ in meshes),
         "tp": any(tp > 1 for _, tp in meshes), "cp": cell.cp > 1,
     }  # fmt: skip
+    policy, regathers = parts_of(cell.recompute)
     of_pairs = {
         *(("axis", axis) for axis, is_used in used.items() if is_used),
-        *((k, getattr(cell, k)) for k in ("schedule", "zero", "recompute", "precision")),
-        ("kind", _KINDS.get(cell.case, "decoder")),
-    }
+        ("schedule", cell.schedule), ("zero", cell.zero),
+        ("recompute", "a part" if policy in PARTIAL else policy),
+    }  # fmt: skip
     others = {
-        *((k, getattr(cell, k)) for k in ("case", "cut", "placement", "shardings", "rows")),
-        ("unequal", len(set(meshes)) > 1), ("segments", cell.segments > 1),
-        ("chunked", cell.chunks > 1), ("divided", cell.dp_shard is not None),
-        ("hpz", cell.hpz is not None),
+        *((k, getattr(cell, k)) for k in ("cut", "placement", "shardings", "rows")),
+        ("case", _LIKE.get(cell.case, cell.case)), ("regathers", regathers),
+        ("precision", PRECISIONS[cell.precision].narrow or cell.precision),
+        ("unequal", len(set(meshes)) > 1),
+        ("segments", cell.segments > 1), ("chunked", cell.chunks > 1),
+        ("divided", cell.dp_shard is not None), ("hpz", cell.hpz is not None),
         *([("cp_kind", cell.cp_kind)] if cell.cp > 1 else []),
     }  # fmt: skip
-    pairs = combinations(sorted(of_pairs, key=str), 2)
-    return frozenset([*pairs, *((other,) for other in others)])
+    pairs = [
+        pair
+        for pair in combinations(sorted(of_pairs, key=str), 2)
+        if {knob for knob, _ in pair} != {"schedule", "recompute"}
+    ]
+    return frozenset([*pairs, *((one,) for one in (*of_pairs, *others))])

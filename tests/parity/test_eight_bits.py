@@ -48,6 +48,7 @@ def learned(precision: str, seed: int, steps: int) -> Run:
     return on_ranks(RANKS, learn, precision, seed, steps)
 
 
+@second_tier("products and their gradients are rounded in executor/backward/test_eight_bits.py")
 def test_gradients_are_rounded() -> None:
     """By 3 bits of a mantissa, of gradients by 2 where scales are of tensors."""
     exact, by_tensor, by_row = (learned(p, 1, 1)[1] for p in ("bf16", "fp8", "fp8_rowwise"))

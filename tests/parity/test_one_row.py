@@ -14,6 +14,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.tracing.trace import trace
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import WIDTH, agree, shorts
 
 BATCH = 4
@@ -54,7 +55,12 @@ def traced(model: nn.Module, rows: int) -> Graph:
     return trace(model, (torch.randn(BATCH, 6, WIDTH),), batch_size=rows)
 
 
-@pytest.mark.parametrize("way", WAYS)
+FEW = ("broadcast_to", "one element second", "rows joined")
+
+
+@pytest.mark.parametrize(
+    "way", tiered(WAYS, FEW.__contains__, "one way to repeat, to turn and to join rows stays")
+)
 def test_a_model_has_the_same_operators_and_blocks_at_one_row(way: str) -> None:
     model = Arranged(WAYS[way])
     many, one = (traced(model, rows) for rows in (BATCH, 1))
@@ -77,6 +83,7 @@ def test_what_changes_nothing_at_any_batch_is_dropped() -> None:
     agree(model, (torch.randn(1, 6, WIDTH),))
 
 
+@second_tier("a token joined to each row, as its class token, is among the ways above")
 def test_vit_runs_in_micro_batches_of_one_row() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(

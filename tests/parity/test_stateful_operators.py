@@ -13,10 +13,15 @@ from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.plan_building import Knobs, build_plan
+from tests.helpers.tiers import second_tier
 from tests.helpers.traced import WIDTH
 from tests.models.models import CASES, Traced, parallelize, traced
 
 ROWS = 4
+DRAWN = second_tier("other draws; those of rows and of a layer of torch stay")
+KEPT = second_tier("other layers; statistics kept or frozen, and a recurrent layer, stay")
+AGAIN = second_tier("other draws and statistics; masks, slopes and a batch norm stay")
+MASKED = second_tier("masks without rows, and with rows among others, stay")
 
 
 class DropPath(nn.Module):
@@ -92,9 +97,13 @@ def plain(model: nn.Module) -> float:
     ("layer", "why"),
     [
         (DropPath, r"aten.rand.default\) draws random numbers"),
-        (lambda: First(0.5), r"aten.lstm.input\) draws random numbers"),
+        pytest.param(lambda: First(0.5), r"aten.lstm.input\) draws random numbers", marks=DRAWN),
         (lambda: nn.RReLU(), r"aten.rrelu.default\) draws random numbers"),
-        (lambda: nn.AlphaDropout(0.3), r"aten.alpha_dropout.default\) draws random numbers"),
+        pytest.param(
+            lambda: nn.AlphaDropout(0.3),
+            r"aten.alpha_dropout.default\) draws random numbers",
+            marks=DRAWN,
+        ),
     ],
     ids=["drop path", "lstm", "rrelu", "alpha dropout"],
 )
@@ -113,9 +122,9 @@ def test_what_a_graph_of_training_can_not_evaluate_is_refused(
     "layer",
     [
         lambda: First(0.0),
-        lambda: nn.Dropout1d(0.5),
-        lambda: nn.InstanceNorm1d(WIDTH, affine=True),
-        lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+        pytest.param(lambda: nn.Dropout1d(0.5), marks=KEPT),
+        pytest.param(lambda: nn.InstanceNorm1d(WIDTH, affine=True), marks=KEPT),
+        pytest.param(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False), marks=KEPT),
         lambda: nn.BatchNorm1d(WIDTH).eval(),
         lambda: nn.BatchNorm1d(WIDTH),
         lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True),
@@ -153,12 +162,12 @@ def test_attention_is_evaluated_without_its_dropout() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda: First(0.5),
+        pytest.param(lambda: First(0.5), marks=AGAIN),
         lambda: nn.RReLU(),
-        lambda: nn.AlphaDropout(0.3),
+        pytest.param(lambda: nn.AlphaDropout(0.3), marks=AGAIN),
         lambda: nn.Dropout(0.3),
-        DropPath,
-        lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True),
+        pytest.param(DropPath, marks=AGAIN),
+        pytest.param(lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True), marks=AGAIN),
         lambda: nn.BatchNorm1d(WIDTH),
     ],
     ids=["lstm", "rrelu", "alpha dropout", "dropout", "drop path", "instance norm", "batch norm"],
@@ -181,7 +190,12 @@ def test_recompute_changes_nothing(layer: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [DropWeights, DropTokens, DropPath, lambda: nn.Dropout(0.3)],
+    [
+        DropWeights,
+        DropTokens,
+        pytest.param(DropPath, marks=MASKED),
+        pytest.param(lambda: nn.Dropout(0.3), marks=MASKED),
+    ],
     ids=["weights", "tokens", "rows", "activations"],
 )
 def test_masks_do_not_depend_on_the_number_of_micro_batches(layer: Callable[[], nn.Module]) -> None:

@@ -16,6 +16,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES, irregular
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store
+from tests.helpers.tiers import second_tier
 from tests.profiles.test_store import HERE, aside, call, some, timing
 
 TRIALS, WRITERS = 4, 4
@@ -45,6 +46,7 @@ def test_a_locked_cache_is_read_and_written_once_it_is_free(store: Store) -> Non
     assert len(store.read(HERE).operators) == 3 and not aside(store)
 
 
+@second_tier("one writer waits for another's lock, and a broken file is moved aside")
 def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     """Processes that make the cache together: in every other trial out of one that is broken."""
     context = multiprocessing.get_context("fork")

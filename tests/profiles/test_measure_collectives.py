@@ -50,6 +50,7 @@ def test_every_group_of_a_mesh_is_among_them(nodes: int, per_node: int) -> None:
                 assert (group.size, group.per_node) in known
 
 
+@second_tier("two ranks for a while; which groups are timed, and how, stays")
 def test_two_ranks_time_everything_and_leave_nothing_behind() -> None:
     found = launch_local(2, "gloo", budget_s=0.1)
     assert {c.kind for c in found} == set(COLLECTIVES)
@@ -84,7 +85,7 @@ def test_a_cpus_collective_is_what_it_adds_to_the_work(monkeypatch: pytest.Monke
     assert collectives._typical([1.0, 2.0, 9.0], torch.device("cuda")) == 2.0
 
 
-@second_tier("two ranks more; what they time stays")
+@second_tier("two ranks; which groups are timed, and how, stays")
 def test_a_launch_that_fails_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"2 no-such ranks failed(?s:.)*no-such"):
         launch_local(2, "no-such", budget_s=0.5)

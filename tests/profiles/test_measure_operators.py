@@ -21,6 +21,7 @@ from meshwright.profiles.measure.operators import (
 )
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 from meshwright.profiles.timings import Timing
+from tests.helpers.tiers import second_tier
 
 CPU = torch.device("cpu")
 SHORT_S = 1e-3
@@ -216,6 +217,7 @@ F32 = [("float32", (64, 64), True), ("float32", (64, 64), False)]
 ADD = OpSignature.of_call("aten.add.Tensor", F32, [OperandIndex(0), OperandIndex(1)], {})
 
 
+@second_tier("processes beside the block; how calls are timed stays")
 def test_neighbours_run_beside_the_block_and_not_after_it() -> None:
     with pytest.raises(ZeroDivisionError), neighbours(1, [ADD]):
         assert len(multiprocessing.active_children()) == 1

@@ -16,6 +16,7 @@ from scripts import baseline_search as baselines
 from scripts.baselines.methods import METHODS, Run
 from scripts.baselines.space import Choices, Decision, PlanSpace
 from scripts.recording.cases import case, gpt2, nodes
+from tests.helpers.tiers import second_tier, tiered
 
 
 class Table:
@@ -30,7 +31,7 @@ class Table:
         return 1 + near, choices[0] != 2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, "restarts".__eq__, "one of the methods stays"))
 def test_finds_the_best_of_all(method: str) -> None:
     space = Table()
     every = (space.cost(c) for c in itertools.product(range(6), repeat=4))
@@ -63,6 +64,7 @@ def searched() -> tuple[Search, PlanSpace]:
     return search, PlanSpace(problem, 12, search.space.memory_bytes)
 
 
+@second_tier("a method finds the best of a table of numbers; a space of plans needs a search")
 def test_most_choices_are_plans_and_cost_what_plans_cost() -> None:
     search, space = searched()
     run = Run(space, np.random.default_rng(0), math.inf)
@@ -81,6 +83,7 @@ def test_most_choices_are_plans_and_cost_what_plans_cost() -> None:
     assert len(degrees) > 4
 
 
+@second_tier("a method finds the best of a table of numbers; a space of plans needs a search")
 def test_a_faster_plan_than_the_searchs_is_a_defect() -> None:
     """Beside a step that is said to be longer than the search's own."""
     search, space = searched()

@@ -17,6 +17,7 @@ from scripts.published.predict import traced
 from scripts.published.rows import read_row
 from scripts.published.setup import Setup
 from tests.helpers.planning import problem_of
+from tests.helpers.tiers import second_tier
 from tests.models.models import Traced
 
 ROW = {
@@ -70,6 +71,7 @@ def made(*meshes: Mesh, **given: Any) -> Any:
     return plan
 
 
+@second_tier("the comparison's own plans are staged in the test below")
 def test_stages_follow_each_other_or_take_the_devices_in_turn() -> None:
     plan = made((2, 2, 1), (2, 2, 1), (4, 2, 2))
     assert [(s.dp, s.tp) for s in plan.stages] == [(2, 1), (2, 1), (2, 2)]

@@ -14,15 +14,14 @@ import pytest
 from meshwright.profiles.inputs import MeshwrightError
 from scripts.fuzz_inputs import FAMILIES, faults, faults_text, fuzz, table
 from scripts.fuzzing.pool import Family, UserBug, rng_of, run_cases
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 
 FEW, MANY = 120, 350
 ENOUGH = 7  # cases of a family: in fewer, all may be drawn well-formed
 
 
-@pytest.mark.parametrize(
-    "cases", tiered((FEW, MANY), FEW.__eq__, "more draws of the same families")
-)
+@second_tier("refusals of each kind of input are tested where it is read")
+@pytest.mark.parametrize("cases", (FEW, MANY))
 def test_malformed_inputs_are_refused_in_full(cases: int) -> None:
     # forks of a process that ran other tests have their locks, not the threads that hold them
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
@@ -83,8 +82,10 @@ FAULTS: dict[str, Callable[[], object]] = {
     "user's own, without its traceback": _loses, "memory": _large, "died of signal 9": _dies,
 }  # fmt: skip
 
+SEEN = ("refused", "bare ValueError")
 
-@pytest.mark.parametrize("kind", FAULTS)
+
+@pytest.mark.parametrize("kind", tiered(FAULTS, SEEN.__contains__, "judged by the same function"))
 def test_every_fault_is_seen(kind: str) -> None:
     def make(rng: Random, folder: Path) -> tuple[str, Callable[[], object]]:
         return "a case", FAULTS[kind]
@@ -94,7 +95,15 @@ def test_every_fault_is_seen(kind: str) -> None:
     assert outcome.kind.startswith(kind), outcome
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family",
+    tiered(
+        FAMILIES,
+        lambda family: family.name not in ("reported", "checkpoint", "plan"),
+        "families that are cheap to draw stay",
+        lambda family: family.name,
+    ),
+)
 def test_a_case_is_the_same_again(family: Family, tmp_path: Path) -> None:
     made = []
     for name in ("a", "b"):

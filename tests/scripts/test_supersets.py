@@ -10,15 +10,13 @@ from scripts.drawn.cases import drawn
 from scripts.record_plans import planned
 from scripts.recording.cases import case, gpt2, nodes
 from scripts.supersets import Comparison, Outcome, Quantiles, judged, table
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier
 
 SEED, CASES = 33, 20
-FIRST = (1, 4, 17)  # quick ones: memory binds, rows divide badly, experts
 
 
-@pytest.mark.parametrize(
-    "number", tiered(range(CASES), FIRST.__contains__, "two minutes in all; three cases stay")
-)
+@second_tier("of small nets plans are the best of all there are (test_optimality)")
+@pytest.mark.parametrize("number", range(CASES))
 def test_a_superset_never_loses(number: int) -> None:
     found = judged(drawn(SEED, number))
     assert not found.violations, table([found])
@@ -37,6 +35,7 @@ def free() -> ParallelModel:
     return planned(case(tiny, nodes("dgx-h100", devices_per_node=4), 12, objective="fastest"))
 
 
+@second_tier("it is about the judge of those cases")
 def test_a_choice_that_loses_is_told() -> None:
     """Of a choice that was forced to be worse everything else is better."""
     slow = free().replan(Overrides(pp=4, num_microbatches=12, recompute="full"))
@@ -51,6 +50,7 @@ def test_a_choice_that_loses_is_told() -> None:
     assert f"| {gained:.2%} |" in table([out])
 
 
+@second_tier("it is about the judge of those cases")
 def test_the_number_of_robust_is_the_searchs() -> None:
     """Found from the plan, and by the search from its draft."""
     answers = free().report.deferred

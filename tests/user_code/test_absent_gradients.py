@@ -16,6 +16,7 @@ from torch import nn
 from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.planner.overrides.overrides import OverrideError
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 from tests.user_code.two_ranks import PLANS
 
 ROWS, WIDTH, CLASSES = 8, 8, 4
@@ -155,19 +156,22 @@ def check(kind: str, without: list[dict[str, bool]], state: dict[str, torch.Tens
         torch.testing.assert_close(state[fqn], x, rtol=1e-5, atol=1e-6, msg=fqn)
 
 
+@second_tier("all kinds are run in micro-batches on two ranks")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_one_device(kind: str, microbatches: int) -> None:
     check(kind, *trained(kind, 1, {"num_microbatches": microbatches}))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", tiered(PLANS, ("zero2", "pp2 zb").__contains__, "a sum over ranks, and stages, stay")
+)
 def test_on_two_ranks(plan: str) -> None:
     for kind, (without, state) in on_ranks(2, trained_kinds, PLANS[plan]).items():
         check(kind, without, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, ("experts").__eq__, "one leaf of three stays"))
 def test_gradients_that_may_be_none_are_not_stepped_in_the_backward(kind: str) -> None:
     with pytest.raises(OverrideError, match=r"=True: the leaf .* may give no gradient"):
         planned(kind, 1, {"optimizer_in_backward": True})

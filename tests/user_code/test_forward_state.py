@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from meshwright import Overrides, ParallelModel
 from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers import tiny
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import WIDTH, agree, rows, with_forward
 from tests.user_code.user_models import holding
 
@@ -207,7 +207,10 @@ REFUSED: dict[str, tuple[Forward, Callable[[nn.Module], object] | None, int, str
         "buffer 'state', of .9, 8..*rows of a batch",
     ),
 }  # fmt: skip
-LIKE_OTHERS = ("first call", "history", "data edited", "python number", "new generator")
+LIKE_OTHERS = (
+    "first call", "statistics of the first batch", "list of activations", "history", "data edited",
+    "python number", "generator of its own", "new generator",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -247,6 +250,7 @@ def test_what_a_trace_reads_is_left_alone() -> None:
     assert list(graph.buffers.values()) == ["table"] and len(graph.updates) == 1
 
 
+@second_tier("a buffer with rows is refused above")
 def test_a_buffer_with_the_rows_of_the_example_is_named_at_other_rows() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return (self.l(x) + self.state).sum()
@@ -264,7 +268,7 @@ class Ctc(nn.Linear):
         return F.ctc_loss(scores, y, lengths, sizes)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", tiered([1, 2], (2).__eq__, "two do what one does, and add up"))
 def test_ctc_in_a_wrapped_model(parts: int) -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 9, WIDTH), torch.randint(1, 10, (4, 4)), torch.tensor([4, 3, 4, 2])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from meshwright import Cluster, Overrides, ParallelModel
 from tests.helpers import tiny
+from tests.helpers.tiers import tiered
 
 ROWS, WIDTH, LENGTH = 4, 16, 8
 HERE = Cluster.local(1, "cpu", measure=False)
@@ -141,7 +142,18 @@ def planned(
     return tiny.planned(model, cluster=on, **given)
 
 
-@pytest.mark.parametrize("build", CASES)
+CAST = (Denoiser, Spectral, Frozen, Recurrent)
+
+
+@pytest.mark.parametrize(
+    "build",
+    tiered(
+        CASES,
+        CAST.__contains__,
+        "buffers stay before a convolution and an LSTM, and come back in their own dtype below",
+        lambda build: build.__name__,
+    ),
+)
 def test_half_precision_misses_no_more_than_autocast(build: Callable[[], nn.Module]) -> None:
     batch = noise(1) if build is Denoiser else sequences(1)
     exact = gradients(built(build), batch, None)

@@ -47,7 +47,18 @@ def check_step(result: Any, model: nn.Module, alone: nn.Module, batch: Any) -> N
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("way", KINDS, ids=lambda way: way.__name__)
+ASKED = ("selects", "counts", "writes", "by_numpy")
+
+
+@pytest.mark.parametrize(
+    "way",
+    tiered(
+        KINDS,
+        lambda way: way.__name__ in ASKED,
+        "other ways to ask; flags, counts, a write between and numpy stay",
+        lambda way: way.__name__,
+    ),
+)
 def test_a_step_takes_the_course_of_its_batch(way: Callable[..., torch.Tensor]) -> None:
     model, batch = Model(way), batch_of()
     alone = copy.deepcopy(model)
@@ -57,6 +68,7 @@ def test_a_step_takes_the_course_of_its_batch(way: Callable[..., torch.Tensor]) 
     assert not result.runtime.lowered.others
 
 
+@second_tier("a step after one of another course is run on ranks, and by a loss function")
 def test_a_batch_of_another_course_is_traced_for_itself_once() -> None:
     model, batch = Model(split), batch_of()
     alone = copy.deepcopy(model)
@@ -67,12 +79,16 @@ def test_a_batch_of_another_course_is_traced_for_itself_once() -> None:
     assert len(result.runtime.lowered.others) == 2
 
 
+@second_tier("the same refusal is of another shape in test_shapes_of_a_batch.py")
 def test_a_course_of_other_operators_is_refused() -> None:
     result = planned(Model(split), batch_of())
     with pytest.raises(BatchError, match=r"runs other operators .*values"):
         result.train_step(batch_of(torch.tensor([4, 4])))
 
 
+@second_tier(
+    "such rows are found to meet in costmodel/sharding; a loss of them is refused elsewhere"
+)
 def test_values_of_rows_that_decide_the_course_stand_against_micro_batches() -> None:
     model, batch = Model(selects), batch_of()
     alone = copy.deepcopy(model)
@@ -83,6 +99,7 @@ def test_values_of_rows_that_decide_the_course_stand_against_micro_batches() -> 
     check_step(free, model, alone, batch_of(flags=FLAGS.flip(0)))
 
 
+@second_tier("which micro-batches take the course is found in executor/stages/test_courses.py")
 def test_micro_batches_of_different_courses_are_refused() -> None:
     """With consent to rows that meet, as each is a batch by itself."""
     options = {
@@ -108,7 +125,9 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "pp2": {"pp": 2, "schedule": "1f1b"},
     "pp2 zb": {"pp": 2, "schedule": "zb_h1"},
 }
-OTHERS = "a course is followed before anything is cut; one layout of each axis stays"
+
+
+OTHERS = second_tier("a course is followed before anything is cut; rows and stages of one stay")
 
 
 def steps_on_ranks(
@@ -142,9 +161,15 @@ def check_on_ranks(
 
 
 @pytest.mark.parametrize(
-    "layout", tiered(LAYOUTS, lambda name: name in ("dp2", "tp2", "pp2"), OTHERS)
+    ("way", "layout"),
+    [
+        pytest.param(
+            way, layout, id=f"{way.__name__}-{layout}", marks=() if layout == first else OTHERS
+        )
+        for way, first in ((split, "pp2"), (selects, "dp2"))
+        for layout in LAYOUTS
+    ],
 )
-@pytest.mark.parametrize("way", [split, selects], ids=lambda way: way.__name__)
 def test_ranks_take_one_course(way: Callable[..., torch.Tensor], layout: str) -> None:
     other = batch_of(SIZES.flip(0), FLAGS.flip(0))
     check_on_ranks(partial(Model, way), [batch_of(), other, batch_of()], LAYOUTS[layout])

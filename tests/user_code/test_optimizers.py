@@ -13,6 +13,7 @@ from torch import nn
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.executor.stages.optimizer_habits import Habits, habits
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 8, 4, 2
 KINDS = sorted(
@@ -114,6 +115,7 @@ def trained(plan: str, names: list[str]) -> dict[str, dict[str, torch.Tensor] | 
     return found
 
 
+@second_tier("what each reads of others is found below; SGD and Adam train in other tests")
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_is_right_or_refused(plan: str) -> None:
     names = [name for name in KINDS if name not in SPARSE]

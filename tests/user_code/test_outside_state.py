@@ -24,6 +24,7 @@ from torch import nn
 
 from meshwright import Cluster, ParallelModel, auto_parallelize
 from meshwright.planner.tracing.trace import TraceError
+from tests.helpers.tiers import second_tier, tiered
 
 WIDTH, ROWS = 16, 8
 
@@ -223,7 +224,15 @@ def planned(model: nn.Module, loss_fn: Any = F.cross_entropy) -> ParallelModel:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FIRST = (
+    "a global dict", "a class by its instance", "in a tuple", "in a list",
+    "another global function", "a cached method", "a context variable without a value",
+    "an optimizer's options", "a library's config",
+)  # fmt: skip
+PLACES = "one place of each kind in which a value can be stays"
+
+
+@pytest.mark.parametrize("kind", tiered(KINDS, FIRST.__contains__, PLACES))
 def test_a_change_is_refused(kind: str) -> None:
     forward, kept, change = KINDS[kind]
     model = net(forward, kept)
@@ -286,7 +295,10 @@ def losses() -> dict[str, tuple[Any, Callable[[], object]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", losses())
+LOSSES = ("default", "tensor of a dict", "closure", "partial", "callable object")
+
+
+@pytest.mark.parametrize("kind", tiered(losses(), LOSSES.__contains__, PLACES))
 def test_a_change_of_what_a_loss_reads_is_refused(kind: str) -> None:
     loss_fn, change = losses()[kind]
     result = planned(net(lambda m, x: m.l(x), {}), loss_fn)
@@ -336,6 +348,7 @@ def test_the_clock_is_named_in_the_report() -> None:
     assert any("reads the clock" in note and "test_outside_state.time" in note for note in notes)
 
 
+@second_tier("unread attributes of a model and its config change in test_forward_state.py")
 def test_what_no_forward_reads_may_change() -> None:
     for forward, kept, _ in KINDS.values():
         model = net(forward, kept)
@@ -365,7 +378,9 @@ def kept_by(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("named", ["closure", "attribute of an object"])
-@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(
+    "ran", tiered([False, True], (True).__eq__, "where it was a tensor before is the harder one")
+)
 def test_a_loss_that_reads_what_the_forward_left_is_refused(named: str, ran: bool) -> None:
     model = net(kept_by, {"aux": None})
     if ran:  # the attribute is a tensor then, which a trace could take for a constant

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright import Cluster, Overrides, auto_parallelize
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 
 VOCAB, WIDTH, ROWS, STEPS = 12, 8, 8, 3
 Named = Mapping[str, torch.Tensor]
@@ -161,6 +162,7 @@ def of_one_device(between: Callable[[Named], None]) -> dict[str, torch.Tensor]:
     return net.state_dict()
 
 
+@second_tier("each act on sharded tensors is tried for itself in test_whole_operands.py")
 @pytest.mark.parametrize("plan", PLANS)
 def test_loops_on_two_ranks(plan: str) -> None:
     for name, state in on_ranks(2, trained, plan).items():
@@ -196,7 +198,9 @@ def averages(plan: str) -> dict[str, Any]:
     return states
 
 
-@pytest.mark.parametrize("plan", ["dp2", "zero3", "tp2"])
+@pytest.mark.parametrize(
+    "plan", tiered(["dp2", "zero3", "tp2"], ("zero3").__eq__, "averages of divided weights stay")
+)
 def test_averages_made_before_planning(plan: str) -> None:
     for name, state in on_ranks(2, averages, plan).items():
         net, (ids, labels) = made(), batch()

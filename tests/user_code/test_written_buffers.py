@@ -16,6 +16,7 @@ from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.costmodel.sharding import written_once
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 from tests.user_code.two_ranks import PLANS
 
 ROWS, WIDTH, STEPS, RATE = 8, 8, 3, 0.1
@@ -93,12 +94,32 @@ class Clamped(Counting):
         return self.last(F.relu(self.first(x)))
 
 
+class Kept(Counting):
+    """Writes a tensor in a plain attribute, and a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.zeros(WIDTH)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        self.centre = (0.5 * self.centre + 0.1 * self.first.weight.mean(0)).detach()
+        return self.last(F.relu(self.first(x - self.centre))) * self.scale
+
+
 MODELS = {
     "clamped weights": Clamped,
     "counter": Counting, "annealed": Annealed, "average": Averaging, "spectral norm": spectral,
-    "beside statistics": Mixed,
+    "beside statistics": Mixed, "kept": Kept,
 }  # fmt: skip
 NOT_ONCE = {"mean"}
+# by model of the change tier, its plan
+FIRST = {
+    "clamped weights": "zero3", "counter": "tp2", "annealed": "dp2", "average": "pp2",
+    "spectral norm": "pp2 zb", "beside statistics": "tp2", "kept": "zero2",
+}  # fmt: skip
 
 
 def made(name: str) -> nn.Module:
@@ -154,13 +175,24 @@ def check(name: str, losses: list[float], state: dict[str, Any]) -> None:
             torch.testing.assert_close(state[fqn], x, rtol=1e-4, atol=1e-5, msg=fqn)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", tiered(MODELS, ("counter").__eq__, "each is run in micro-batches on two ranks")
+)
 def test_on_one_device_in_micro_batches(name: str) -> None:
     check(name, *trained(name, 1, {"num_microbatches": 4}))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+ONCE = second_tier("each model and each plan is run once")
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, id=f"{name}-{plan}", marks=() if FIRST[name] == plan else ONCE)
+        for name in MODELS
+        for plan in PLANS
+    ],
+)
 def test_on_two_ranks(name: str, plan: str) -> None:
     check(name, *on_ranks(2, trained, name, 2, PLANS[plan]))
 
@@ -194,24 +226,6 @@ class Following(Counting):
             self.drawn.copy_(F.dropout(torch.ones(WIDTH), 0.5))
             self.n += 1
         return self.last(hidden + self.before) + self.drawn.mean()
-
-
-class Kept(Counting):
-    """Writes a tensor in a plain attribute, and a buffer that is not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centre = torch.zeros(WIDTH)
-        self.register_buffer("scale", torch.ones(()), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.scale.mul_(0.9)
-        self.centre = (0.5 * self.centre + 0.1 * self.first.weight.mean(0)).detach()
-        return self.last(F.relu(self.first(x - self.centre))) * self.scale
-
-
-MODELS["kept"] = Kept
 
 
 def resumed(folder: str) -> list[float]:

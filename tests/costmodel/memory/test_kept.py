@@ -27,6 +27,7 @@ from tests.costmodel.memory.saved_tensors import ledger
 from tests.costmodel.rules.rule_cases import AUTOMATIC, IMAGES, RECURRENT, WRITTEN, Case
 from tests.costmodel.traces import call_graph, drawn
 from tests.helpers.sharded_ops import called, sources
+from tests.helpers.tiers import second_tier
 
 # who of an operator's operands is trained
 TRAINED = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}
@@ -113,9 +114,23 @@ def rule_of(of: Case) -> object:
 FIRST = set({rule_of(of): of.name for of in reversed(CALLS)}.values())  # one of each rule
 
 
+def line_of(of: Case) -> object:
+    """The function or the line that says it, whatever the operator."""
+    return SPECIAL.get(of.op) or BY_CALL.get(of.op) or PLACED.get(of.op) or LINES.get(of.op)
+
+
+ONCE = set({line_of(of): of.name for of in reversed(CALLS)}.values())
+MORE = second_tier("one operator of each function and of each line stays")
+
+
 @pytest.mark.parametrize(
     ("of", "trained"),
-    [(of, name) for of in CALLS for name in TRAINED if name == "all" or of.name in FIRST],
+    [
+        pytest.param(of, name, marks=() if of.name in ONCE else MORE)
+        for of in CALLS
+        for name in TRAINED
+        if name == "all" or of.name in FIRST
+    ],
     ids=lambda of: getattr(of, "name", of),
 )
 def test_operator_keeps_what_the_hooks_see(of: Case, trained: str) -> None:

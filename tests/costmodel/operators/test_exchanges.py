@@ -51,6 +51,7 @@ from tests.costmodel.operators.test_pricing import (
     talking,
 )
 from tests.helpers.planning import Traced, cluster, cut
+from tests.helpers.tiers import tiered
 from tests.helpers.traced import with_forward
 from tests.models.experts_models import batch, language_model, token_loss
 
@@ -274,7 +275,7 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("short", MOVES)
+@pytest.mark.parametrize("short", tiered(MOVES, "pad".__eq__, "a pad stays"))
 def test_a_shift_takes_a_token_of_a_neighbour_and_one_token_less_all(short: str) -> None:
     of = traced(MOVES[short])
     (sent,) = costs(pricer(of, talking(), cp=2), short)

@@ -20,6 +20,7 @@ from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import setting_on
+from tests.helpers.tiers import second_tier
 
 WIDTH = 8
 
@@ -116,6 +117,7 @@ class Chain(nn.Module):
         return self.last(made[-1])
 
 
+@second_tier("a layer by hand stays, whose chains end at products, norms and sums")
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=7).map(tuple))
 def test_chains_fuse_as_far_as_no_product_lies_between(steps: tuple[str, ...]) -> None:

@@ -28,6 +28,7 @@ from tests.costmodel.schedules.pipelines import (
     stage_times,
     times,
 )
+from tests.helpers.tiers import second_tier
 
 F, B = Action.FORWARD, Action.BACKWARD
 I, W = Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT
@@ -275,6 +276,7 @@ FORMS = {
 }
 
 
+@second_tier("bubbles of every schedule are those of docs/decides (test_systems)")
 @pytest.mark.parametrize("name", FORMS)
 @given(data=st.data(), p=st.integers(1, 6), w=positive, f=st.integers(0, 5), i=st.integers(0, 5))
 def test_equal_stages_take_the_time_of_the_papers(

@@ -9,6 +9,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.rows import RowUse, row_use, with_numbers_of
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.row_losses import EXACT, LENGTH, MEET, ROWS, WIDTH, Loss
+from tests.helpers.tiers import tiered
 from tests.helpers.traced import with_forward
 
 
@@ -29,12 +30,28 @@ def use_of(loss: Loss, **norm: nn.Module) -> RowUse:
     return row_use(graph, analyse(graph))
 
 
-@pytest.mark.parametrize("name", EXACT)
+APART = (
+    "cross-entropy", "masked mean", "several", "row by row", "last token", "attention",
+    "renormed rows",
+)  # fmt: skip
+MEETING = (
+    "dice",
+    "load balancing",
+    "a bit",
+    "halves",
+    "scan over rows",
+    "the first row",
+    "variance",
+)
+FEW = "some of either kind stay, and labels by threshold"
+
+
+@pytest.mark.parametrize("name", tiered(EXACT, APART.__contains__, FEW))
 def test_rows_stay_apart(name: str) -> None:
     assert use_of(EXACT[name]).meetings == ()
 
 
-@pytest.mark.parametrize("name", MEET)
+@pytest.mark.parametrize("name", tiered(MEET, MEETING.__contains__, FEW))
 def test_rows_meet(name: str) -> None:
     loss, short = MEET[name]
     meetings = use_of(loss).meetings

@@ -169,10 +169,8 @@ def test_an_implementation_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPa
         assert torch.equal(module(x, *routing), x * 3)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    tiered(("eager", "grouped_mm", "batched_mm"), "batched_mm".__eq__, "the least like ours"),
-)
+@second_tier("a step on ranks, whose config names grouped_mm, is kept")
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_whatever_the_config_names_is_traced_as_our_operators(implementation: str) -> None:
     """And what was touched is restored."""
     model, before = model_of("Qwen3-MoE", implementation), dict(vars(moe.ALL_EXPERTS_FUNCTIONS))
@@ -184,9 +182,8 @@ def test_whatever_the_config_names_is_traced_as_our_operators(implementation: st
     assert shorts.count(GROUPED) == 2 * layers
 
 
-@pytest.mark.parametrize(
-    "name", tiered(MODELS, "GPT-OSS".__eq__, "experts with biases, and rows interleaved")
-)
+@second_tier("a step of GPT-OSS on ranks is kept, whose biases and interleaved rows others lack")
+@pytest.mark.parametrize("name", MODELS)
 def test_every_operator_has_a_rule_and_the_batch_stays_split(name: str) -> None:
     graph = trace(model_of(name), batch_of())
     table = analyse(graph)
@@ -241,12 +238,12 @@ def steps_as_the_loop(name: str, layout: str, masked: bool, plan: Plan) -> None:
 
 CELLS = [("Mixtral", layout, False) for layout in LAYOUTS]
 CELLS += [(n, x, False) for n in MODELS[1:] for x in ("tp4", "dp2 tp2 ep2", "pp2 dp2 ep2")]
-# biases and matrices split; a batch whose padding the balancing loss leaves out
-FIRST = (("GPT-OSS", "dp2 tp2 ep2", False), ("Mixtral", "dp4 ep2", True))
-MORE = "experts with biases on all axes, and a padded batch with the balancing loss"
+FIRST = ("GPT-OSS", "dp2 tp2 ep2", False)  # biases and matrices split
+PADDED = ("Mixtral", "dp4 ep2", True)  # a batch whose padding the balancing loss leaves out
+MORE = "experts with biases on all axes are kept"
 
 
-@pytest.mark.parametrize("cell", tiered([*CELLS, FIRST[1]], FIRST.__contains__, MORE, str))
+@pytest.mark.parametrize("cell", tiered([*CELLS, PADDED], FIRST.__eq__, MORE, str))
 def test_a_step_is_that_of_the_loop_on_one_device(cell: tuple[str, str, bool]) -> None:
     on_ranks(4, steps_as_the_loop, *cell, planned(*cell).plan)
 

@@ -43,6 +43,7 @@ CELLS = cells(
     llama dp4 m2 zero3 full
     resnet dp2xtp2 m2
     """,
+    "a pipeline of compiled blocks is kept, and compiled moves",
 )
 
 

@@ -13,6 +13,7 @@ from meshwright.executor.stages import CheckedPlan
 from meshwright.moe import MoE
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 from tests.models.experts_models import SEQUENCE, VOCAB, batch, token_loss
 from tests.models.models import Case, Traced, adamw, traced
 
@@ -64,6 +65,7 @@ def losses_of(dp: int, tp: int, ep: int, precision: str) -> list[float]:
     return losses
 
 
+@second_tier("products of experts in 8 bits are kept, and plans whose other products are")
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_experts_in_8_bits_learn_as_in_16_wherever_they_are(precision: str) -> None:
     assert SEQUENCE % 2 == 0

@@ -44,7 +44,7 @@ from tests.helpers.planning import case, cluster, cut, problem_of, setting_on
 from tests.helpers.ranks import on_ranks
 from tests.helpers.single_device import initialised
 from tests.helpers.stored import stored
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import planned
 from tests.models import architectures, branching_models, models
 from tests.models.architectures import gpt2
@@ -67,7 +67,7 @@ def test_a_part_is_nobodys_or_everybodys() -> None:
     assert indivisible(of.table, op, 4) == {"vocab": 5}
 
 
-FIRST, KINDS = {"gpt2_tied", "resnet", "llama", "moe"}, "heads, projections, channels, experts"
+FIRST, KINDS = {"resnet", "moe"}, "heads, experts and channels are kept"
 
 
 @pytest.mark.parametrize("name", tiered(sorted(CASES), FIRST.__contains__, KINDS))
@@ -136,6 +136,7 @@ def _planned(tp: int | None) -> ParallelModel:
     return planned(_gpt2_of_five_heads(), 4, global_batch_size=8, **given)
 
 
+@second_tier("what is excluded, and what a plan splits, are kept without a search")
 def test_the_report_says_what_is_excluded_in_three_places() -> None:
     said = "scaled_dot_product_attention, 3 times"
     free, forced = _planned(None).report, _planned(4).report
@@ -274,6 +275,7 @@ def plan_of(case: str, plan: str) -> tuple[Plan, Traced]:
 
 # --- ranks ----------------------------------------------------------------------------------------
 
+FIRST_TRAINED = {("gpt2", "dp2xtp2 zero3"), ("odd", "tp4")}
 TRAINED = (
     ("gpt2", "dp2xtp2 zero3"), ("gpt2", "tp2|dp2"), ("bert", "tp4"), ("t5", "dp2xtp2 zero3"),
     ("odd", "tp4"), ("gpt2", "dp2xtp2 zero1"), ("gpt2", "pp2xtp2"), ("gpt2", "tp4"),
@@ -292,7 +294,13 @@ def trains(case: str, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "run", tiered(TRAINED, TRAINED[:5].__contains__, "each model once, each kind of plan", " ".join)
+    "run",
+    tiered(
+        TRAINED,
+        FIRST_TRAINED.__contains__,
+        "uneven words on both axes, and a model of prime widths, are kept",
+        " ".join,
+    ),
 )
 def test_parts_of_unequal_size_train_as_one_device(run: tuple[str, str]) -> None:
     plan_of(*run)
@@ -318,7 +326,14 @@ def clipped(plan: str) -> None:
     assert float(gradients.norm()) == pytest.approx(0.1, rel=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["tp4", "dp2xtp2 zero2", "dp2xtp2 zero3"])
+@pytest.mark.parametrize(
+    "plan",
+    tiered(
+        ["tp4", "dp2xtp2 zero2", "dp2xtp2 zero3"],
+        "tp4".__eq__,
+        "parts of four tensor ranks are kept",
+    ),
+)
 def test_the_norm_counts_every_element_once(plan: str) -> None:
     on_ranks(4, clipped, plan)
 
@@ -371,6 +386,7 @@ def goes_on(
     return float(runtime.train_step(case.batch(ROWS, 3)))
 
 
+@second_tier("boxes of uneven parts in files are kept (tests/executor/files)")
 def test_a_checkpoint_of_four_ranks_goes_to_one_and_two_and_other_plans(tmp_path: Path) -> None:
     saved, again, weights = (tmp_path / name for name in ("saved", "again", "weights.pt"))
     torch.save(ODD["gpt2"].model(seed=3).state_dict(), weights)

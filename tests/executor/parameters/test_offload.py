@@ -11,21 +11,21 @@ from meshwright.executor.runtime.runtime import Runtime
 from tests.executor.trained_cells import cells
 from tests.helpers.memory_pools import DEVICE, HOST, MemoryPools
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import assert_equal, built, on_its_ranks
 
 CELLS = cells(
     """
-    llama dp2 m2 zero3 bf16 host100
     gpt2_tied dp2 m4 zero1 bf16 host50
     mlp dp2 m2 zero2 fp16 host30
     gpt2_tied pp2 m4 zb_h1 front host100
-    llama dp2 m2 zero2 bf16 mixed host100 weights60
     gpt2_deep pp2 interleaved_1f1b m4 v2 regather host100 weights70
     """,
     """
+    llama dp2 m2 zero3 bf16 host100
+    llama dp2 m2 zero2 bf16 mixed host100 weights60
     gpt2_untied dp2 m2 host100
     llama dp2 m2 zero2 full host60
     gpt2_deep dp2 m4 zero3 host50
@@ -38,6 +38,7 @@ CELLS = cells(
     gpt2_tied pp2 m4 bf16 host80 weights80
     llama tp2 m2 zb_h1 full host100 weights100
     """,
+    "ZeRO 1 and 2 in 16 bits, and pipelines with states and weights there, are kept",
 )
 WORLD = 2
 ADAM = 4 + 4 + 8  # bytes of an element in host memory: weight, gradient, moments
@@ -84,10 +85,8 @@ def resident(cell: Cell) -> int:
     return numel
 
 
-@pytest.mark.parametrize(
-    "zero",
-    tiered((1, 2, 3), lambda zero: zero == 2, "stages 1 and 3 divide states as stage 2 does"),
-)
+@second_tier("where all states lie is kept, of ranks that share none")
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_states_lie_in_host_memory_and_zero_divides_them(zero: int) -> None:
     whole, part = (on_ranks(WORLD, resident, RESIDENT[z]) for z in (0, zero))
     assert part == whole / WORLD
@@ -160,6 +159,7 @@ def norms(cell: Cell) -> list[float]:
     return [float(clip_(runtime.stage_parameters, runtime.place, x)) for x in (0.1, math.inf)]
 
 
+@second_tier("norms of ranks and of stages are kept (test_norms_and_scales.py)")
 def test_norms_count_gradients_of_both_memories() -> None:
     alone, ours = (on_ranks(WORLD, norms, cell) for cell in (BESIDE, SAVED))
     assert ours == pytest.approx(alone, rel=1e-5)

@@ -17,18 +17,16 @@ from meshwright.executor.states_in_files import in_file, keep_states_in_files, l
 from meshwright.profiles.hardware.host import FOLDER_VARIABLE
 from tests.executor.trained_cells import cells, goes_on_after_saves
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import assert_equal, built, compared, reference_of
 
 CELLS = cells(
+    "gpt2_tied pp2 m4 zb_h1 front host100 nvme40",
     """
     gpt2_tied dp2 m4 zero1 bf16 host80 nvme50
-    gpt2_tied pp2 m4 zb_h1 front host100 nvme40
     gpt2_deep dp2 m2 full host100 weights60 nvme100
-    """,
-    """
     gpt2_untied dp2 m2 host100 nvme100
     llama dp2 m2 zero2 full host100 nvme60
     mlp dp2 m2 zero2 fp16 host100 nvme50
@@ -36,6 +34,7 @@ CELLS = cells(
     gpt2_deep dp2 m2 bf16 host100 weights100 nvme100
     gpt2_tied dp2 m2 zero2 host100 weights100 nvme50
     """,
+    "states of a pipeline in files and in host memory are kept",
 )
 WORLD = 2
 ADAM = 4 + 8  # bytes of an element in files: weight and moments
@@ -126,6 +125,7 @@ def others() -> None:
         assert moments(*trained(SAVED, partial(make, lr=1e-3))), make.keywords
 
 
+@second_tier("AdamW's moments in files are kept, and states of any dtype on one process")
 def test_states_of_other_optimizers_lie_there_too(tmp_path: Path) -> None:
     on_ranks(WORLD, with_files, tmp_path, others)
 
@@ -135,6 +135,7 @@ def moments_lie_in_files(runtime: Runtime, optimizer: torch.optim.Optimizer) -> 
     assert len(moments(runtime, optimizer)) == 2 * len(own)
 
 
+@second_tier("checkpoints of states in memory, and moments in files after steps, are kept")
 def test_checkpoints_go_on_with_and_without_files(tmp_path: Path) -> None:
     runs = tmp_path, goes_on_after_saves, tmp_path, SAVED, BESIDE, moments_lie_in_files
     on_ranks(WORLD, with_files, *runs)

@@ -105,7 +105,7 @@ FAULTS: Mapping[str, Fault] = {
         other_says=r"rank 0 \(stage 0\) stops: CAUSE$",
     ),
 }  # fmt: skip
-FIRST = ("killed in backward",)
+FIRST = ("the store's holder killed in a save",)
 MORE = "one kill stays in the change tier, and what the parts say of the others"
 
 
@@ -159,6 +159,7 @@ def test_rank_that_has_fewer_batches(tmp_path: Path) -> None:
     assert "other numbers of batches wait for each other so" in said
 
 
+@second_tier("who has begun a step without lowering for it stays among the parts")
 def test_rank_with_a_batch_of_another_shape(tmp_path: Path, monkeypatch: Any) -> None:
     """It waits for the other to lower for it, too, which says that it is in the step already: both
     end long before the timeout."""
@@ -311,6 +312,7 @@ launch.dist.barrier()
 """
 
 
+@second_tier("ranks of other tests end so, with a thread in the store by chance alone")
 def test_a_script_that_just_ends_is_no_failure(tmp_path: Path) -> None:
     """A thread that comes back from the store while the interpreter ends would abort it."""
     script = tmp_path / "leaves.py"
@@ -377,6 +379,7 @@ def test_ranks_that_end_before_the_group_are_named() -> None:
     assert line.startswith("rank 1 failed: start: no word from rank 0 at MASTER_ADDR="), line
 
 
+@second_tier("threads that wait for ranks, and name who is missing, stay in the change tier")
 def test_rank_that_cannot_join_the_group_says_why_to_all() -> None:
     run = _started({1: "group"}, ranks=3)
     cause = "rank 1 failed in joining the process group, step 1: InjectedError: broken on purpose"

@@ -19,6 +19,7 @@ from meshwright.executor.rehearsal.events import Event, Kind, RankLog
 from meshwright.executor.rehearsal.proof import Mismatch, mismatches
 from meshwright.executor.rehearsal.rehearse import kinds_of_ranks
 from tests.executor.rehearsal.rehearsal_runs import rehearsal
+from tests.helpers.tiers import second_tier
 
 MICROBATCHES = 3
 EVERY = {rank: rank for rank in range(4)}
@@ -284,6 +285,7 @@ def test_every_tensor_is_written_once() -> None:
         assert named(logs, 2, name).boxes == () and named(logs, 2, name).group == (0, 1)
 
 
+@second_tier("what all ranks write is kept, and that kinds of ranks do what all do")
 def test_two_kinds_of_ranks_are_enough() -> None:
     found = rehearsal("mlp pp2xdp4 1f1b m4 zero1", every=False)
     assert len(found.logs) < 8

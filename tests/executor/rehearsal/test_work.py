@@ -25,12 +25,10 @@ from tests.user_code.user_models import lora
 REL, ABS = 1e-3, 400  # bytes: counts of rows, losses, norms, what batches are compared by
 MESSAGES = {"forward", "backward"}
 
-FIRST = (
-    "llama tp2 1f1b m2 full", "gpt2_untied dp2 1f1b m2 zero2 bf16",
-    "gpt2_untied pp2 1f1b m4 mixed", "mlp pp2xdp2 zb_v m4 zero1",
-)  # fmt: skip
+FIRST = ("llama tp2 1f1b m2 full", "mlp pp2xdp2 zb_v m4 zero1")
 ALIKE = (
-    *FIRST, "gpt2_deep 1 1f1b m2 widening", "gpt2_tied dp2 1f1b m2 zero1",
+    *FIRST, "gpt2_untied dp2 1f1b m2 zero2 bf16", "gpt2_untied pp2 1f1b m4 mixed",
+    "gpt2_deep 1 1f1b m2 widening", "gpt2_tied dp2 1f1b m2 zero1",
     "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16", "gpt2_untied pp2xtp2 zb_h1 m4",
     "moe dp2 1f1b m2", "resnet dp2 1f1b m2", "resnet tp2 1f1b m2", "plain_gpt dp2 1f1b m2 full",
 )  # fmt: skip
@@ -53,9 +51,7 @@ UNLIKE = {
     "bert dp2 1f1b m2": ((16_256,), TYPES),
     "bert tp4 1f1b m2": ((18_432,), TABLE),
 }
-FIRST_UNLIKE = {
-    "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized", "llama_tower dp2 1f1b m2 zero3",
-}  # fmt: skip
+FIRST_UNLIKE = {"llama_tower dp2 1f1b m2 zero3"}
 REGATHERING = (
     ("llama tp2 1f1b m2 sequence", " regather"),
     ("gpt2_deep tp4 1f1b m2 sequence pointwise", "+regather"),
@@ -64,7 +60,9 @@ REGATHERING = (
 SPLIT = {"layers.*.experts.gate": "S(2)", "layers.*.experts.up": "S(2)",
          "layers.*.experts.down": "S(1)"}  # the matrices  # fmt: skip
 SPREAD: tuple[tuple[str, dict[str, str]], ...] = (("dp4 m2 full", {}), ("dp2xtp2 m2", SPLIT))
-MORE = "the change tier has every axis, ZeRO of each kind, recompute, and half precision"
+MORE = "tensor ranks that recompute, and data ranks of a pipeline with ZeRO, are kept"
+LEFT_OUT = "one model whose last block stays gathered is kept"
+COPIES = "the price of exchanged copies by hand is kept (tests/costmodel)"
 
 
 def of_plan(of: Checked) -> tuple[Rehearsal, list[Work]]:
@@ -95,7 +93,7 @@ def test_ranks_do_and_send_what_is_priced(line: str) -> None:
         assert sent(log) == pytest.approx(priced(work), rel=REL, abs=ABS)
 
 
-@pytest.mark.parametrize("line", tiered(UNLIKE, FIRST_UNLIKE.__contains__, MORE))
+@pytest.mark.parametrize("line", tiered(UNLIKE, FIRST_UNLIKE.__contains__, LEFT_OUT))
 def test_what_the_price_leaves_out_is_known(line: str) -> None:
     found, works = of_plan(checked(line))
     differences, why = UNLIKE[line]
@@ -118,7 +116,8 @@ def test_gathers_again_are_sent_as_priced(of: tuple[str, str]) -> None:
         assert 0 < after - before == pytest.approx(wanted - asked, rel=REL)
 
 
-@pytest.mark.parametrize("of", tiered(SPREAD, SPREAD[:1].__contains__, MORE, name=str))
+@second_tier(COPIES)
+@pytest.mark.parametrize("of", SPREAD, ids=str)
 def test_experts_receive_what_is_priced_and_the_weights_of_copies(
     of: tuple[str, dict[str, str]],
 ) -> None:
@@ -187,10 +186,10 @@ PRODUCTS = (
     "gpt2_deep 1 1f1b m8 full", "gpt2_deep pp2xdp2 interleaved_1f1b m4 v2",
 )  # fmt: skip
 LINKS = ("gpt2_untied dp2 1f1b m2", "llama tp2 1f1b m2 full")
-AXES = "the change tier has pipelines, the tensor and the data axis, with and without recompute"
+PIPELINE = "a pipeline's bubbles in both estimates are kept"
 
 
-@pytest.mark.parametrize("line", tiered(PRODUCTS, PRODUCTS[:2].__contains__, AXES))
+@pytest.mark.parametrize("line", tiered(PRODUCTS, {"mlp pp2 gpipe m4"}.__contains__, PIPELINE))
 def test_where_products_alone_take_time_both_estimates_are_one(line: str) -> None:
     """Bubbles and repeated micro-batches included: the price simulates the schedule, the estimate
     replays what the executor did."""
@@ -198,6 +197,7 @@ def test_where_products_alone_take_time_both_estimates_are_one(line: str) -> Non
     assert found.step_s == pytest.approx(step_s, rel=1e-3)
 
 
+@second_tier("estimates of collectives by hand, and of products, are kept")
 @pytest.mark.parametrize("line", LINKS)
 def test_where_links_alone_take_time_both_estimates_are_one(line: str) -> None:
     found, step_s = rehearsed(line, cluster(2, link=1e6))
@@ -306,10 +306,10 @@ PRICED = (
     "gpt2_untied dp4 1f1b m2 zero3 bf16_pure", "gpt2_untied pp2xdp2 1f1b m4 zero1 bf16_pure",
     "llama dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1",
 )  # fmt: skip
-ZERO_ON_BOTH = "the change tier has a pipeline, and ZeRO on both axes"
+PEAKS = "the peaks of a pipeline with data ranks are kept"
 
 
-@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:2].__contains__, ZERO_ON_BOTH))
+@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:1].__contains__, PEAKS))
 def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
     of = checked(line)
     found = of.rehearse()
@@ -325,12 +325,10 @@ def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
 
 
 FROZEN = [(dtype, zero) for dtype in (torch.bfloat16, torch.float32) for zero in (0, 2, 3)]
-ADAPTERS = "the change tier has ZeRO-3 of a bf16 model, and none of an fp32 one"
 
 
-@pytest.mark.parametrize(
-    "of", tiered(FROZEN, {FROZEN[2], FROZEN[3]}.__contains__, ADAPTERS, name=str)
-)
+@second_tier("copies of one frozen weight are kept (test_parameters.py), and their price by hand")
+@pytest.mark.parametrize("of", FROZEN, ids=str)
 def test_frozen_weights_lie_as_the_model_has_them(of: tuple[torch.dtype, int]) -> None:
     """In its dtype, without a master copy, divided by ZeRO-3; else beside bf16 ones, where that is
     another. With no gradients to come, the highest point is a forward under ZeRO-3."""
@@ -356,10 +354,10 @@ def test_frozen_weights_lie_as_the_model_has_them(of: tuple[torch.dtype, int]) -
 
 
 GIVEN = ({"pp": 2}, {"recompute": "none"}, {"recompute": "full"}, {"dp": 2, "zero": 3})
-OTHERS = "the change tier has states under ZeRO-3, and activations of a pipeline"
 
 
-@pytest.mark.parametrize("zero", tiered((0, 1, 2, 3), {3}.__contains__, OTHERS))
+@second_tier("rehearsed copies to host memory (test_device.py), and what lies there, are kept")
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
     """ZeRO-3 has a block's frozen weights in one place with the states of its others."""
     states = Overrides(dp=2, zero=zero, num_microbatches=2, offload={"optimizer": 1.0})
@@ -378,7 +376,8 @@ def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
         assert log.peak_by_kind.get(WEIGHTS, 0) == (0 if zero == 3 else 2 * numel)
 
 
-@pytest.mark.parametrize("given", tiered(GIVEN, GIVEN[:1].__contains__, OTHERS))
+@second_tier("training with activations in host memory is kept (test_away.py)")
+@pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_saved_activations_leave_the_device_as_priced(given: dict[str, Any]) -> None:
     count = 1 if "recompute" in given else 2
     cluster = Cluster.from_catalog("rtx-4090", devices_per_node=count)

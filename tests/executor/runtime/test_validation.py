@@ -26,24 +26,24 @@ from meshwright.executor.runtime.step import PendingScalar
 from tests.executor.trained_cells import cells
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 from tests.models.models import CASES, parallelize
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_reference import difference
 
 STEPS = 8
-# parameters of two stages on different ranks; buffers that forwards write; an overflowing scale
+# buffers that forwards write; parameters of two stages on different ranks; an overflowing scale
 CELLS = cells(
+    "resnet pp2 gpipe m4",
     """
     gpt2_tied pp2xdp2 m4 zero2
-    resnet pp2 gpipe m4
     gpt2_untied pp2 zb_h2 m4 fp16
-    """,
-    """
     gpt2_untied pp4 zb_h2 m8 fp16
     llama pp2xdp2 zb_v m4 zero1
     gpt2_untied pp4 zb_h2 m8
     llama pp2xtp2 interleaved_1f1b v2 m4 bf16
     """,
+    "a pipeline whose forwards write buffers is kept, and undone steps on one process",
 )
 FITTED = Cell.parse("gpt2_untied pp2 zb_h2 m4")
 
@@ -179,6 +179,7 @@ def fits_the_same(folder: Path) -> None:
     assert ahead[0] > 0 == ahead[1]
 
 
+@second_tier("steps that are validated afterwards are kept, of which a run is made")
 def test_a_run_is_the_same(tmp_path: Path) -> None:
     on_ranks(FITTED.world, fits_the_same, tmp_path)
 

@@ -26,33 +26,34 @@ from tests.parity.parity_reference import assert_equal, compare, reference_of, r
 WORLD = 2
 CELLS = cells(
     """
-    llama dp2 m2 zero3 full away100
     gpt2_deep pp2 interleaved_1f1b m4 v2 away100
-    gpt2_deep cp2 m2 full away70
     gpt2_deep pp2 zb_h1 m4 mixed away100
-    gpt2_deep tp2 m2 sequence regather away100
-    llama dp2 m2 zero2 bf16 selective host60 away100
-    gpt2_deep dp2 m2 zero2 seg2 away50
     mlp dp2 m2 fp16 away100
     """,
     """
+    llama dp2 m2 zero3 full away100
+    gpt2_deep cp2 m2 full away70
+    gpt2_deep tp2 m2 sequence regather away100
+    llama dp2 m2 zero2 bf16 selective host60 away100
+    gpt2_deep dp2 m2 zero2 seg2 away50
     gpt2_tied pp2 m4 away100
     llama pp2 m4 full away100
     gpt2_deep dp2 m2 zero1 away100
     gpt2_deep dp2 m2 zero3 mixed away60
     llama cp2 m2 away100
     """,
+    "whole and split backwards of pipelines, recompute and data ranks are kept",
 )
 RESIDENT = cells(
+    "",
     """
     gpt2_deep dp2 m4 gpipe away50 rows32
-    """,
-    """
     gpt2_deep pp2 m4 1f1b away100 rows32
     gpt2_deep dp2 m4 gpipe away100 rows32
     gpt2_deep dp2 m4 gpipe full away100 rows32
     gpt2_deep dp2 m2 pointwise away100 rows32
     """,
+    "activations that come back between two memories are kept, not what they weigh",
 )
 
 

@@ -82,6 +82,7 @@ def test_plans_match(line: str) -> None:
     assert not any("ranks as such" in why for why in found.left_out)
 
 
+@second_tier("plans that match over NCCL are kept; real CPU ranks do what is rehearsed")
 def test_messages_are_those_of_cpu_ranks() -> None:
     """But for the groups: each edge has one of its own, as NCCL matches messages by order."""
     ours, theirs = (rehearsed(PIPELINE, backend) for backend in (GPU, CPU))
@@ -92,6 +93,7 @@ def test_messages_are_those_of_cpu_ranks() -> None:
         assert {e.group[0] for e in sent[0]} != {e.group[0] for e in sent[1]}
 
 
+@second_tier("plans that match over NCCL are kept; real CPU ranks do what is rehearsed")
 def test_gradients_are_scattered_by_the_collective() -> None:
     """Which gloo does in twice the bytes, so that there they are exchanged and summed."""
     names = [
@@ -102,6 +104,7 @@ def test_gradients_are_scattered_by_the_collective() -> None:
     assert "alltoall_base_" in names[1] - names[0]
 
 
+@second_tier("a wait for these streams that is left out is found in the change tier")
 def test_collectives_of_fully_shard_have_streams() -> None:
     streams: dict[str, set[str]] = defaultdict(set)
     for event in events(rehearsed(SHARDED), Kind.COLLECTIVE):
@@ -157,6 +160,7 @@ def run_noisy(cluster: Cluster) -> Rehearsal:
     return planned(net, cluster=cluster, global_batch_size=64, **given).rehearse()
 
 
+@second_tier("rehearsals that are told their backend are kept")
 def test_a_clusters_gpus_are_the_default() -> None:
     """And a leaf with dropout draws from the generators of host and device."""
     stand_in.module().seeds.clear()
@@ -212,7 +216,11 @@ HOST_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", HOST_FAULTS)
+FIRST_FAULTS = {"rows of the batch", "what is gathered"}
+LIKE_THEM = "one in a forward and one in a collective are kept"
+
+
+@pytest.mark.parametrize("fault", tiered(HOST_FAULTS, FIRST_FAULTS.__contains__, LIKE_THEM))
 def test_a_tensor_left_on_the_host_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, owner, name, instead, said = HOST_FAULTS[fault]
     monkeypatch.setattr(owner, name, instead)
@@ -247,7 +255,11 @@ WAIT_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", WAIT_FAULTS)
+FIRST_WAITS = {"gathered weights", "streams of fully_shard"}
+WAITS = "our waits for weights, and torch's own, are kept"
+
+
+@pytest.mark.parametrize("fault", tiered(WAIT_FAULTS, FIRST_WAITS.__contains__, WAITS))
 def test_a_wait_left_out_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, owner, name, instead = WAIT_FAULTS[fault]
     monkeypatch.setattr(owner, name, instead)
@@ -408,7 +420,9 @@ def test_ranks_start_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.device_here() == devices.HOST
 
 
-@pytest.mark.parametrize("backend", [GPU, CPU])
+@pytest.mark.parametrize(
+    "backend", tiered([GPU, CPU], GPU.__eq__, "trained ranks of all tests read a CPU's")
+)
 def test_what_is_read_of_a_device(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

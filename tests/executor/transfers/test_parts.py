@@ -53,10 +53,10 @@ def alone(sequence: int) -> tuple[float, nn.Module]:
     return float(loss), model
 
 
-OTHERS = "other orders of the same channels"
+OTHERS = "channels both ways between the same ranks are kept"
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, lambda n: n in ("1f1b", "zb_v"), OTHERS))
+@pytest.mark.parametrize("name", tiered(LAYOUTS, "zb_v".__eq__, OTHERS))
 def test_stages_send_parts(name: str) -> None:
     loss, gradients, states = on_ranks(RANKS, step, LAYOUTS[name], tiny.SEQUENCE)
     expected, model = alone(tiny.SEQUENCE)

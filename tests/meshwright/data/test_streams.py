@@ -15,6 +15,7 @@ from meshwright import MeshwrightError, data_loader, fit
 from meshwright.data.loader import digest_of, few_lengths
 from meshwright.executor.ranks import launch
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import loss, net
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import ROWS, SAMPLES, Tokens
@@ -88,6 +89,7 @@ def test_a_stream_goes_on_where_it_was_saved(name: str) -> None:
         assert sums(after) == sums(found[handed : 3 if handed < 3 else 6])
 
 
+@second_tier("a plain module is planned on the first samples of a data set in test_fit")
 def test_the_first_samples_of_a_stream_are_not_lost() -> None:
     """A plain module is traced on them."""
     stream = Kept()
@@ -125,7 +127,15 @@ def trained(folder: Path, name: str, plan: str | None, world: int) -> list[float
     return losses
 
 
-@pytest.mark.parametrize(("name", "plan"), [("plain", "pp2×dp2"), ("torchdata", "dp2×tp2")])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(
+            "plain", "pp2×dp2", marks=second_tier("a loader of torchdata has states, too")
+        ),
+        ("torchdata", "dp2×tp2"),
+    ],
+)
 def test_ranks_train_their_rows_of_a_stream(name: str, plan: str, tmp_path: Path) -> None:
     rows = [range(k, min(k + ROWS, SAMPLES)) for k in range(0, SAMPLES, ROWS)]
     expected = feeding.plain_losses([*rows, *rows[:2]])

@@ -17,6 +17,7 @@ from transformers import Trainer as Theirs
 from meshwright import MeshwrightError
 from meshwright.hf import Trainer
 from meshwright.hf.theirs import HONOURED, INSTEAD
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import host
 from tests.meshwright.hf.test_trainer import ROWS, arguments, classifier, dataset, model, ours
 
@@ -83,23 +84,30 @@ def halves(self: Any) -> Any:
     return DataLoader(rows, batch_size=ROWS // 2)
 
 
+OVERRIDDEN: dict[str, dict[str, Any]] = {
+    "zero": {"compute_loss": nothing},
+    "squared": {"compute_loss": squared},
+    "penalised": {"compute_loss": penalised},
+    "optimizer": {"create_optimizer": momentum},
+    "schedule": {"create_scheduler": constant},
+    "decay": {"get_decay_parameter_names": no_decay},
+    "all": {"create_optimizer": momentum, "create_scheduler": constant, "compute_loss": squared},
+}
+ALONE = second_tier("methods that are overridden together stay")
+
+
 @pytest.mark.parametrize(
     "methods",
     [
-        {"compute_loss": nothing},
-        {"compute_loss": squared},
-        {"compute_loss": penalised},
-        {"create_optimizer": momentum},
-        {"create_scheduler": constant},
-        {"get_decay_parameter_names": no_decay},
-        {"create_optimizer": momentum, "create_scheduler": constant, "compute_loss": squared},
+        pytest.param(methods, id=name, marks=() if name == "all" else ALONE)
+        for name, methods in OVERRIDDEN.items()
     ],
-    ids=["zero", "squared", "penalised", "optimizer", "schedule", "decay", "all"],
 )
 def test_what_is_overridden_is_what_is_trained(methods: dict[str, Any], tmp_path: Path) -> None:
     same_weights(tmp_path, methods)
 
 
+@second_tier("a loader whose batches do not make a step is refused in the change tier")
 def test_a_loader_of_batches_for_each_device_is_joined_to_steps(tmp_path: Path) -> None:
     _, whole = trained(Trainer, tmp_path, {"get_train_dataloader": halves})
     rows = [*dataset()[: ROWS // 2]] * 2
@@ -126,6 +134,7 @@ def test_what_is_never_called_is_refused_with_its_way_out(name: str, tmp_path: P
     assert INSTEAD[name] in str(told.value)
 
 
+@second_tier("what is never called is refused by name where it matters")
 def test_the_rest_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     methods = {"floating_point_ops": lambda *_: 0, "of_my_own": lambda *_: 1}
     with caplog.at_level(logging.WARNING):
@@ -171,8 +180,17 @@ class Noted(TrainerCallback):  # type: ignore[misc]
         self.events.append(("end", state.global_step))
 
 
+MORE = second_tier("a stop that is asked for stays")
+
+
 @pytest.mark.parametrize(
-    "asks", [{}, {"training_stop": 2}, {"evaluate": 3}, {"evaluate": 1, "training_stop": 3}]
+    "asks",
+    [
+        pytest.param({}, marks=MORE),
+        {"training_stop": 2},
+        pytest.param({"evaluate": 3}, marks=MORE),
+        pytest.param({"evaluate": 1, "training_stop": 3}, marks=MORE),
+    ],
 )
 def test_callbacks_are_told_and_asked(asks: dict[str, int], tmp_path: Path) -> None:
     found = []
@@ -185,6 +203,7 @@ def test_callbacks_are_told_and_asked(asks: dict[str, int], tmp_path: Path) -> N
     assert ("log", 1) in noted.events
 
 
+@second_tier("a callback that ends the run stays, and the patience of fit")
 @pytest.mark.parametrize("rate", [1e-2, 0.0])
 def test_a_patience_of_transformers_ends_the_run(rate: float, tmp_path: Path) -> None:
     """Without learning no evaluation is better than the first, of which it tells."""
@@ -222,6 +241,7 @@ def labelled() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row["note"] % 31, "labels": row["note"][0] % 3} for row in dataset()]
 
 
+@second_tier("predictions have the same metrics (test_trained)")
 @pytest.mark.parametrize("rows", [8, 6])
 def test_metrics_are_those_of_transformers(rows: int, tmp_path: Path) -> None:
     found = []

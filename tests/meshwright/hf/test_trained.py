@@ -21,7 +21,7 @@ from meshwright.data.loader import Buckets, Order, few_lengths, hash_of
 from meshwright.executor.ranks import launch
 from meshwright.hf import Trainer
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import second_tier
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import host
 from tests.meshwright.hf.test_subclass import accuracy, labelled
 from tests.meshwright.hf.test_trainer import LENGTH, ROWS, arguments, classifier, dataset, model
@@ -51,6 +51,7 @@ def odd() -> Any:
     return lambda _: {"odd": next(values)}
 
 
+@second_tier("the loop of fit loads its best evaluation; the Trainer hands the choice on")
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     theirs = best_of(Theirs, tmp_path / "theirs")
     mine = best_of(Trainer, tmp_path / "mine", cluster=host(1))
@@ -128,6 +129,7 @@ def two(folder: Path, given: dict[str, Any], layout: dict[str, int], **more: Any
     return Trainer(classifier(), args, **{**data, **plan, **more})
 
 
+@second_tier("a watch of one device is asked in the change tier")
 @pytest.mark.parametrize("layout", [{"dp": 2, "tp": 1, "pp": 1}], ids=["dp2"])
 def test_what_rank_1_asks_for_is_done_on_all(layout: dict[str, int], tmp_path: Path) -> None:
     on_ranks(2, asked_on_one, tmp_path, layout)
@@ -139,7 +141,7 @@ def test_it_is_done_under_other_plans(layout: dict[str, int], tmp_path: Path) ->
     on_ranks(2, asked_on_one, tmp_path, layout)
 
 
-@pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.parametrize("rows", tiered((8, 6), (6).__eq__, "less than a batch stays"))
 def test_predictions_are_those_of_transformers(rows: int, tmp_path: Path) -> None:
     found = []
     for base, more in ((Theirs, {}), (Trainer, {"cluster": host(1)})):
@@ -164,6 +166,7 @@ def unlabelled(rows: int) -> np.ndarray[Any, Any]:
     return found.predictions  # type: ignore[no-any-return]
 
 
+@second_tier("grouped samples are predicted on ranks, too")
 def test_samples_without_labels_are_predicted_on_ranks() -> None:
     with torch.no_grad():
         ids = torch.stack([row["input_ids"] for row in labelled()[:6]])

@@ -121,6 +121,7 @@ def test_it_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     assert resumed.global_step == whole.global_step == STEPS
 
 
+@second_tier("checkpoints of fit stay, and lines of the log")
 def test_a_save_beside_a_line_of_the_log_is_one(tmp_path: Path) -> None:
     """A resumed run whose steps have other rows says so."""
     every = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 2, "max_steps": 3}
@@ -163,7 +164,15 @@ def test_arguments_say_rows_precision_and_steps(trainer: Trainer) -> None:
     assert [precision_of(a) for a in asked] == ["fp32", "bf16", "fp16"]
 
 
-@pytest.mark.parametrize(("drop_last", "steps"), [(False, 5), (True, 3)])
+@pytest.mark.parametrize(
+    ("drop_last", "steps"),
+    [
+        (False, 5),
+        pytest.param(
+            True, 3, marks=second_tier("an epoch stays; orders drop a last batch in test_loader")
+        ),
+    ],
+)
 def test_epochs_are_steps(tmp_path: Path, drop_last: bool, steps: int) -> None:
     """8 rows in steps of 3 are 3 steps an epoch, the last of 2 rows, or 2 without it."""
     rows = {"max_steps": -1, "per_device_train_batch_size": 3, "num_train_epochs": 1.5}
@@ -296,6 +305,7 @@ def test_what_is_no_arguments_is_refused(args: Any) -> None:
         Trainer(model(), args, train_dataset=dataset())
 
 
+@second_tier("values that can't be are refused by the same errors above")
 def test_schedules_and_samples_that_cannot_be_are_told(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1, lr_scheduler_kwargs={"x": 1})
     with pytest.raises(MeshwrightError, match="TrainingArguments: lr_scheduler_type"):

@@ -17,6 +17,7 @@ from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training import Fitted
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import loss, net
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import RANKS, ROWS, SAMPLES, Tokens, batch_of, begun_anew
@@ -126,6 +127,9 @@ def test_a_plain_module_is_planned_first(expected: list[float], tmp_path: Path) 
     assert len(log.read_text().splitlines()) == 1
 
 
+@second_tier(
+    "runs that are resumed stay: at their samples on ranks, at their schedule in test_resuming"
+)
 def test_a_run_in_parts_is_the_whole_run(tmp_path: Path) -> None:
     """Moments and the schedule go on; every second step and the last one are saved."""
     found: dict[str, list[tuple[float, ...]]] = {"whole": [], "parts": []}
@@ -149,7 +153,9 @@ def test_a_run_in_parts_is_the_whole_run(tmp_path: Path) -> None:
     assert [lr for _, lr, _ in found["whole"]] == pytest.approx([0.1, 0.09, 0.08, 0.07, 0.06])
 
 
-@pytest.mark.parametrize("every", ["best", 1])
+@pytest.mark.parametrize(
+    "every", tiered(("best", 1), lambda every: every == "best", "the best alone are saved")
+)
 def test_the_weights_of_the_best_evaluation_are_loaded(every: Any, tmp_path: Path) -> None:
     """They are saved where asked for, and stay beside the newest; a resumed run knows them."""
     result, weights, numbers = begun_anew(), list[Any](), iter([1.0, 3.0, 2.0, 0.5, 4.0])
@@ -181,6 +187,9 @@ def test_an_evaluation_without_the_metric_is_refused() -> None:
         )  # fmt: skip
 
 
+@second_tier(
+    "lines of steps, on terminals and elsewhere, are written without a run in test_terminal"
+)
 def test_lines_are_shown_on_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     shown = {"log_every": 2, "evaluation": Tokens(8), "evaluate_every": 3}
     result = feeding.planned(ranks=1)  # that has made no step

@@ -15,6 +15,7 @@ from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training.fit import KeptPlans
 from meshwright.training.kept import KeptCheckpoints
 from tests.executor.checkpoint.checkpoint_runs import start
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import Net, batch, host, loss, net
 from tests.meshwright.data.feeding import ROWS, Tokens
 
@@ -135,6 +136,7 @@ def test_plans_for_other_numbers_of_hosts_are_made_ahead(
     kept.plan_ahead(result, ONE, [1, 2, 4])
 
 
+@second_tier("plans for other numbers of hosts are made ahead in the test above")
 def test_hosts_on_which_a_run_cannot_go_on_are_named_before_it_begins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

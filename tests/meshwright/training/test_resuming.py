@@ -19,6 +19,7 @@ from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training import Fitted, RunEvent, kept
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import Tokens
 
@@ -59,9 +60,16 @@ OTHER = [
     ({"schedule": None}, "schedule was 'LinearLR', is given as None"),
     ({"seed": 7}, "data: seed was 3, is given as 7"),
 ]
+TAKEN = second_tier("a seed stays, and all three where what is given is taken")
 
 
-@pytest.mark.parametrize(("given", "told"), OTHER, ids=[told.split(" was")[0] for _, told in OTHER])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        pytest.param(given, told, id=told.split(" was")[0], marks=() if "seed" in given else TAKEN)
+        for given, told in OTHER
+    ],
+)
 def test_what_a_resumed_run_is_given_otherwise_is_said(
     given: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +83,7 @@ def test_what_a_resumed_run_is_given_otherwise_is_said(
         assert 'resume="given" takes the other' in caplog.text
 
 
+@second_tier("a run that took what is given goes on with the same, and says nothing")
 def test_a_run_that_is_given_the_same_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,13 +129,20 @@ def asked_by_one_rank(folder: Path) -> tuple[str, int, list[str]]:
     return done.ended, done.steps, sorted(path.name for path in folder.glob("step-*"))
 
 
+@second_tier("transformers' callbacks ask by the same watch, of one device")
 def test_what_one_rank_asks_for_is_done_on_all(tmp_path: Path) -> None:
     ended, steps, saved = on_ranks(2, asked_by_one_rank, tmp_path)
     assert (ended, steps) == ("watch", 2)
     assert saved == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("asks", ["stop", ["halt"], 3])
+def asked(value: Any) -> str:
+    return "asks1" if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize(
+    "asks", tiered(("stop", ["halt"], 3), lambda asks: asks == "stop", "a word stays", asked)
+)
 def test_what_a_watch_can_not_ask_for_is_refused(asks: Any, tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError, match=r"fit: watch asked for .*legal: None, or some of"):
         run(tmp_path, 2, watch=lambda _: asks)
@@ -157,7 +173,10 @@ def test_a_job_that_is_started_anew_elsewhere_goes_on(
     assert "job mine, process 7 on lost" in caplog.text and "without its lock" in caplog.text
 
 
-@pytest.mark.parametrize("planted", ["empty", "file", "foreign"])
+@pytest.mark.parametrize(
+    "planted",
+    tiered(("empty", "file", "foreign"), "empty".__eq__, "an empty folder is passed over, too"),
+)
 def test_what_is_no_checkpoint_is_passed_over(
     planted: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +196,11 @@ def test_what_is_no_checkpoint_is_passed_over(
 
 
 @pytest.mark.parametrize(
-    ("number", "steps"), [(signal.SIGUSR1, 4), (signal.SIGTERM, 2)], ids=["USR1", "TERM"]
+    ("number", "steps"),
+    [
+        pytest.param(signal.SIGUSR1, 4, id="USR1"),
+        pytest.param(signal.SIGTERM, 2, id="TERM", marks=second_tier("SIGTERM ends runs of ranks")),
+    ],
 )
 def test_a_signal_before_the_first_step_is_heard(
     number: signal.Signals, steps: int, tmp_path: Path

@@ -101,12 +101,14 @@ def test_what_trains_more_rows_on_less_is_found_again(
         assert row["rows_per_s"] == rows / row["step_time_s"] > batch / result.best.step_time_s
 
 
+@second_tier("nodes that do not pay stay")
 def test_nodes_that_compute_most_of_the_step_are_not_left_idle() -> None:
     on = cluster(2, nodes=2, bandwidth=1e13, node_bandwidth=1e13)
     search = Search(problem_of(linears(512, 4, 8, 512), on), 8, Overrides())
     assert not [*module._fewer(search, search.run())]
 
 
+@second_tier("the next size of a vocabulary stays")
 def test_sizes_that_do_not_divide_are_told_the_next_that_do() -> None:
     told = rows(gpt2(2, 320, 5, 50257, 64), 8, 4, tp=4)
     found = {row["factor"]: row for row in told if row["kind"] == "size"}
@@ -139,6 +141,7 @@ class Classifier(nn.Module):
         return self.head(F.relu(self.body(x)))
 
 
+@second_tier("logits that fill the memory stay")
 @pytest.mark.parametrize(("classes", "named"), [(4096, True), (16, False)])
 def test_logits_that_fill_the_memory_are_named(classes: int, named: bool) -> None:
     """They are kept in bf16 and as probabilities, and their gradients are held: 4 bytes at least

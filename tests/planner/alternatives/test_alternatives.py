@@ -24,7 +24,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.shell.commands.fit import fit
 from tests.helpers.enumeration import SERIAL, limited
 from tests.helpers.planning import Traced, cluster, large_gpt2, linears, problem_of
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.planner.report.test_report import overridden
 from tests.planner.report.test_report import searched as reported
 
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Any, Cluster, int, str]] = {
     "gpt2": (large_gpt2, Cluster.from_catalog("dgx-h100", num_nodes=2), 64, "eager"),
 }  # fmt: skip
 
-FIRST = [("fast wires", "fastest"), ("two nodes", "robust")]
+FIRST = ("fast wires", "fastest")
 
 
 def searching(on: Cluster, *, target: Target = EAGER, **given: Any) -> Search:
@@ -69,7 +69,13 @@ def lines(of: Search) -> dict[str, Alternative]:
     return {a.family: a for a in Answers(search=of, result=of.run()).others}
 
 
-@pytest.mark.parametrize(("name", "objective"), FIRST)
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        FIRST,
+        pytest.param("two nodes", "robust", marks=second_tier("families of the fastest plan stay")),
+    ],
+)
 def test_every_family_but_those_of_the_chosen_plan_has_a_plan_that_fits(
     name: str, objective: str
 ) -> None:
@@ -106,8 +112,8 @@ def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
 
 FORCED = tiered(
     [(name, objective) for name in CASES for objective in ("fastest", "robust")],
-    FIRST.__contains__,
-    "two searches for each family; one of each objective stays",
+    FIRST.__eq__,
+    "two searches for each family; those of one small case stay",
     "-".join,
 )
 
@@ -148,7 +154,17 @@ def test_no_line_is_faster_than_the_choice(case: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "part", "margin", "needed", "none"),
-    [("two nodes", 0.955, 0.05, 0.045, True), ("slow wires", 0.97, 0.1, 0.051, False)],
+    [
+        ("two nodes", 0.955, 0.05, 0.045, True),
+        pytest.param(
+            "slow wires",
+            0.97,
+            0.1,
+            0.051,
+            False,
+            marks=second_tier("families that have a slower plan; those that have none stay"),
+        ),
+    ],
 )
 def test_what_was_refused_is_told_with_the_margin_that_it_needs(
     name: str, part: float, margin: float, needed: float, none: bool
@@ -190,6 +206,7 @@ def filled(part: float, **given: Any) -> Answers:
     return Answers(search=search, result=search.run())
 
 
+@second_tier("what a page says of a plan that surely fits stays")
 def test_where_the_chosen_plan_may_not_fit_one_that_surely_does_is_told() -> None:
     """With its cost, and the margin that chooses it."""
     assert searched("fast wires").surely_fits() == {}
@@ -206,6 +223,7 @@ def test_where_the_chosen_plan_may_not_fit_one_that_surely_does_is_told() -> Non
     assert filled(0.97, **forced).surely_fits()["plan"] is None
 
 
+@second_tier("a family as the others, whose lines stay")
 def test_nothing_in_host_memory_is_a_family_where_something_is() -> None:
     free = searching(ON["fast wires"]).run().best.evaluation.prediction
     tight = limited(ON["fast wires"], free.fullest_bytes * 0.5)
@@ -220,6 +238,7 @@ def test_nothing_in_host_memory_is_a_family_where_something_is() -> None:
 # --- time -----------------------------------------------------------------------------------------
 
 
+@second_tier("the short text says it in test_text")
 def test_a_family_that_was_not_searched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     search = searching(ON["slow wires"])
     answers = Answers(search=search, result=search.run())
@@ -232,6 +251,7 @@ def test_a_family_that_was_not_searched_says_so(monkeypatch: pytest.MonkeyPatch)
     assert sorted(map(str, answers.known_alternatives())) == sorted(map(str, every))
 
 
+@second_tier("a report's word of its time limit stays (test_report)")
 def test_under_a_time_limit_what_overrides_cost_is_left_out() -> None:
     search = searching(ON["slow wires"], pp=2)
     limited_search = search.like(time_limit_s=0.0)

@@ -22,6 +22,7 @@ from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears, problem_of
+from tests.helpers.tiers import second_tier
 from tests.models.models import Traced
 
 BATCH = 8
@@ -60,6 +61,7 @@ def compared(bandwidth: float) -> tuple[Cluster, Rival, Rival, list[Flip]]:
     return on, chosen, other, asked.flips()
 
 
+@second_tier("flips that are clear, and those of memory, stay")
 def test_the_other_plan_wins_past_the_factor_and_not_before() -> None:
     """Where nothing flips the chosen one wins at both ends."""
     flipped = []

@@ -24,6 +24,7 @@ from meshwright.planner.blocks import (
 )
 from meshwright.planner.plan.ranges import compress_names
 from meshwright.planner.tracing.trace import trace
+from tests.helpers.tiers import second_tier
 from tests.helpers.traced import with_forward
 from tests.parity.parity_cells import graph_of
 
@@ -307,6 +308,7 @@ def _linear(width: int, scale: float, grad: bool = True, exact: bool = False) ->
     return class_hash(graph, cut_blocks(graph, analyse(graph)).blocks[-1], exact=exact)
 
 
+@second_tier("classes of blocks stay where models are cut, and of their wiring")
 def test_class_ignores_numbers_but_not_shapes() -> None:
     base = _linear(8, 0.25)
     assert _linear(8, 1e-05) == _linear(8, -2.0) == base

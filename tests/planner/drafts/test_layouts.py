@@ -23,10 +23,14 @@ from meshwright.planner.search.search import Search
 from scripts.experts.rows import fp8_rows
 from scripts.published import read_row, traced
 from tests.helpers.planning import Traced, cluster, cut, problem_of
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import second_tier
 
 SHAPES = ((2, 2), (3, 3), (2, 1))  # stages on each device, rounds of micro-batches
 MEMORY = (None, 1.02, 0.85, 0.7)  # of the least that a plan without recompute needs
+
+pytestmark = second_tier(
+    "layouts of searches; moves of blocks, and levels of devices, stay in test_inter_op"
+)
 
 
 class Layer(nn.Module):
@@ -109,9 +113,7 @@ def searches(seed: int) -> Iterator[Search]:
             yield Search(problem_of(of, small, **given), 2 * m, over)
 
 
-@pytest.mark.parametrize(
-    "seeds", tiered([range(4), range(4, 24)], lambda own: own.start == 0, "four of the nets stay")
-)
+@pytest.mark.parametrize("seeds", [range(4), range(4, 24)], ids=str)
 def test_the_layout_is_nearly_the_fastest_of_all(seeds: range) -> None:
     excess = []
     for search in (search for seed in seeds for search in searches(seed)):
@@ -172,7 +174,6 @@ def _repeats_least(
     return bool(level or len(last))
 
 
-@second_tier("the nets above stay, and what devices repeat")
 def test_llama_70b_in_fp8_on_64_h100() -> None:
     """NVIDIA's recipe, five stages on each of eight device groups: the layer beside the head is
     better off elsewhere, though the even layout fits, too."""

@@ -19,6 +19,7 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, large_gpt2, large_llama, linears, problem_of
+from tests.helpers.tiers import second_tier
 
 GIB = 2.0**30
 LINEARS = partial(linears, 2048, 6, 16, 512)
@@ -34,6 +35,7 @@ def keys(combinations: Iterable[Combination]) -> set[tuple[Any, ...]]:
     return {(c.setup.sharing.zero, c.setup.chain.mode, c.pipeline) for c in combinations}
 
 
+@second_tier("whole searches; devices that are overfull, by enumeration, stay")
 @pytest.mark.parametrize(
     ("make", "gib"),
     [(large_gpt2, 12), (large_llama, 24), (LINEARS, 0.5), (LINEARS, 1)],

@@ -24,6 +24,7 @@ from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.plan.words import describe
 from meshwright.planner.search.search import Search
 from tests.helpers.planning import Traced, cluster, cut, linears, problem_of, token_batch
+from tests.helpers.tiers import second_tier
 from tests.helpers.traced import WIDTH, with_forward
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
@@ -139,7 +140,7 @@ def decoder(length: int) -> Traced:
         (MIN_CONTEXT, 4, set()),  # half a sequence would be too short
         (2 * MIN_CONTEXT, 4, {2}),
         (2 * MIN_CONTEXT, 8, {1}),
-        (8 * MIN_CONTEXT, 1, {8}),
+        pytest.param(8 * MIN_CONTEXT, 1, {8}, marks=second_tier("halves of sequences stay")),
     ],
 )
 def test_the_least_cp_that_divides_the_rows(length: int, batch: int, offered: set[int]) -> None:

@@ -18,6 +18,11 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
 from tests.helpers.planning import problem_of
+from tests.helpers.tiers import second_tier
+
+pytestmark = second_tier(
+    "drafts of all cuts; bounds (test_bounds) and what drafts hold (test_memory) stay"
+)
 
 
 @cache

@@ -29,7 +29,7 @@ from meshwright.planner.frameworks.torch_script import (
 from meshwright.planner.plan.plan import Plan
 from tests.helpers import tiny
 from tests.helpers.launching import launch
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.planner.frameworks import small_models
 
 STEPS, RATE = 3, 1e-2
@@ -192,12 +192,7 @@ def run(text: str, folder: Path, ranks: int, *more: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    tiered(
-        CASES,
-        lambda name: name in ("dp2", "pp2"),
-        "a launch each: the change tier keeps DDP and a pipeline",
-    ),
+    "name", tiered(CASES, "pp2".__eq__, "a launch each; a pipeline of plain PyTorch stays")
 )
 def test_losses_are_those_of_one_device(name: str, tmp_path: Path) -> None:
     case, script = CASES[name], script_of(name)
@@ -260,6 +255,7 @@ def test_scripts_are_clean_and_need_nothing_of_ours(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
+@second_tier("scripts of these plans are compiled and linted above, and one is run")
 def test_a_script_has_what_its_plan_needs_alone() -> None:
     parts = (
         "fully_shard",

@@ -26,7 +26,7 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 from tests.helpers import planning
 from tests.helpers.planning import Traced, case, large_bert, large_gpt2, odd_cluster, programs_of
-from tests.helpers.tiers import second_tier
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import with_forward
 
 # --- the table, the solver and the price agree ---------------------------------------------------
@@ -90,7 +90,9 @@ def test_a_buffer_is_not_read_as_a_partial_sum() -> None:
         assert np.isfinite(seconds) == (strategy.operands[1].kind != "P")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", tiered(MODELS, ("gpt2_tied", "mlp").__contains__, "a tied model and an MLP stay")
+)
 def test_the_table_is_the_optimum_of_the_whole_program(name: str) -> None:
     _, _, solved = tables(case(name), odd_cluster(7), tp=4)
     for table in solved:
@@ -101,7 +103,9 @@ def test_the_table_is_the_optimum_of_the_whole_program(name: str) -> None:
             assert tuple(proof.choice[name] for name in table.keep) == index
 
 
-@pytest.mark.parametrize("name", ["gpt2_tied", "llama", "mlp"])
+@pytest.mark.parametrize(
+    "name", tiered(["gpt2_tied", "llama", "mlp"], "mlp".__eq__, "an MLP stays")
+)
 @pytest.mark.parametrize("microbatches", [1, math.inf])
 def test_another_data_axis_is_as_a_fresh_program(name: str, microbatches: float) -> None:
     """Only how parameters are stored is priced again; a first table stays what it was. (Statistics
@@ -257,12 +261,14 @@ def test_a_value_that_no_plan_names_waits_in_a_state_of_where_it_comes_from() ->
 @pytest.mark.parametrize(
     ("name", "seed", "every"),
     [
-        ("perceptron", 3, 7),
         ("the input is read twice", 5, 1),
-        ("one weight, two operators", 0, 1),
         *(
-            pytest.param(*of, marks=second_tier("more blocks and costs; three blocks stay"))
+            pytest.param(
+                *of, marks=second_tier("more blocks and costs; one of which all is tried stays")
+            )
             for of in (
+                ("perceptron", 3, 7),
+                ("one weight, two operators", 0, 1),
                 ("perceptron", 0, 3),
                 ("the input is read twice", 1, 1),
                 ("two of three readers want the same", 22, 29),
@@ -356,10 +362,11 @@ def test_fused_attention_is_split_by_heads() -> None:
             planning.large_llama, r"model\.layers\.\d", 10,
             r"(self_attn\.[qkv]|mlp\.(gate|up))_proj", r"(self_attn\.o|mlp\.down)_proj",
         ),
-        (
+        pytest.param(
             large_bert, r"bert\.encoder\.layer\.\d", 8,
             r"(attention\.self\.(query|key|value)|intermediate\.dense)",
             r"(attention\.)?output\.dense",
+            marks=second_tier("projections of a decoder stay"),
         ),
     ],
 )  # fmt: skip
@@ -394,7 +401,7 @@ def test_logits_of_a_tied_head_are_never_gathered() -> None:
     assert not vocabulary & moved
 
 
-@pytest.mark.parametrize("layers", [3, 6])
+@pytest.mark.parametrize("layers", tiered([3, 6], (3).__eq__, "fewer layers stay"))
 def test_wide_layers_on_few_rows_take_one_all_reduce_each_but_the_first(layers: int) -> None:
     """Alpa's figure: columns and rows in turn, an all-reduce after each pair in each direction. By
     what is computed and sent, that is: without tiles to fill and switches that reduce."""

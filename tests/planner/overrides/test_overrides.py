@@ -33,6 +33,7 @@ from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.search.search import Search, SearchResult
 from tests.helpers import tiny
 from tests.helpers.refusals import refusals, refused
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import plan_for, slow_host, with_stage
 from tests.planner.plan.test_check import model
 
@@ -494,7 +495,10 @@ def test_most_of_what_stages_offload_is_pinned() -> None:
         {"pp": 2, "virtual_stages": 2, "num_microbatches": 4},
         {"dp": 4, "zero": 3, "dp_shard": 2, "recompute": "full"},
         {"dp": 4, "zero": 3, "hpz": 2},
-        {"pp": 2, "tp": {"embed": 1, "head": 2}, "recompute": {"layers.*": "selective"}},
+        pytest.param(
+            {"pp": 2, "tp": {"embed": 1, "head": 2}, "recompute": {"layers.*": "selective"}},
+            marks=second_tier("stages whose ZeRO differs stay"),
+        ),
         {"pp": 2, "tp": 1, "zero": {"embed": 0, "head": 1}, "schedule": "gpipe"},
     ],
     ids=str,
@@ -506,7 +510,12 @@ def test_searching_under_a_pinned_plan_gives_it_back(wanted: Knobs) -> None:
 
 
 @pytest.mark.parametrize(
-    "pinned", [{"layers.*:add": "-> S(1)"}, {"layers.1:add": "-> S(1)"}], ids=["all", "one"]
+    "pinned",
+    [
+        {"layers.*:add": "-> S(1)"},
+        pytest.param({"layers.1:add": "-> S(1)"}, marks=second_tier("those of all layers stay")),
+    ],
+    ids=["all", "one"],
 )
 def test_what_leaves_blocks_in_parts_may_be_pinned_where_meshes_may_differ(
     pinned: dict[str, str], monkeypatch: pytest.MonkeyPatch

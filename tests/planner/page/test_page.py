@@ -28,6 +28,7 @@ from meshwright.planner.page.tables import (
 )
 from meshwright.planner.report import details
 from tests.helpers.reports import rehearsed_report, report_of_axes
+from tests.helpers.tiers import second_tier
 
 MOST_BYTES = 1_300_000  # of a page of up to 64 devices
 VIEWS = (
@@ -194,6 +195,7 @@ def test_the_file_asks_for_nothing(text: str, page: Page) -> None:
     assert "unsafe-eval" not in policy and "default-src 'none'" in policy
 
 
+@second_tier("data of charts stay: bars of memory, a diagram of a block")
 def test_each_chart_has_marks_a_label_and_a_place(page: Page, data: dict[str, Any]) -> None:
     found = drawn(data)
     assert set(page.having("data-chart")) == set(found)
@@ -309,6 +311,7 @@ def test_report_writes_it(tmp_path: Path) -> None:
     assert frame.having("srcdoc")[0].startswith("<!doctype html>")
 
 
+@second_tier("windows of a long step stay, with the link to all events")
 def test_all_events_of_a_long_step_are_beside_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from meshwright.planner.plan.shardings import express_shardings, resolve_shardin
 from tests.helpers import planning
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.stored import stored
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
 from tests.models import experts_models
 from tests.models.experts_models import Library, batch, token_loss
@@ -269,7 +270,9 @@ class ReadTwice(torch.nn.Module):
         return self.last(x).square().mean()
 
 
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize(
+    "detached", tiered([False, True], bool, "what is refused stays, beside plans that are stepped")
+)
 def test_a_weight_read_without_gradient_is_not_stepped_in_the_backward(detached: bool) -> None:
     of = planning.cut(ReadTwice(detached=detached), (torch.randn(4, 8),))
     assert why_stepped_late(of.graph).startswith("last.weight is also read without") is detached

@@ -24,6 +24,7 @@ from meshwright.planner.alternatives import instead
 from meshwright.planner.overrides import OverrideError, making_logits
 from meshwright.planner.plan import InfeasibleError, PlanError, fingerprint, in_parts
 from tests.helpers.planning import cut, problem_of
+from tests.helpers.tiers import second_tier, tiered
 from tests.models.models import Traced
 
 ROWS, TOKENS, WIDTH, CLASSES = 4, 16, 32, 96
@@ -88,8 +89,18 @@ def _summed(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 ENDS = (_flat, _shifted, _capped, _by_hand, _multiplied, _smooth, _summed)
 
 
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+@pytest.mark.parametrize(
+    "ends",
+    tiered(
+        ENDS,
+        lambda ends: ends is _smooth,
+        "other logits and means; a smoothed mean over rows of which some are ignored stays",
+        lambda ends: ends.__name__,
+    ),
+)
+@pytest.mark.parametrize(
+    "precision", tiered(("fp32", "bf16_pure"), "fp32".__eq__, "fp32 is compared more closely")
+)
 def test_training_is_the_same(ends: Callable[..., torch.Tensor], precision: str) -> None:
     """Losses and gradients in 1 and in 3 parts, of which one has other sizes."""
     found = []
@@ -141,15 +152,18 @@ def _squared(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return self.out(h).square().mean() * (y.float().mean() * 0 + 1)
 
 
+ALIKE = second_tier("refused alike; logits that are read twice, and a dropout, stay")
+
+
 @pytest.mark.parametrize(
     ("ends", "why"),
     [
-        (_weighed, "weighs its classes"),
+        pytest.param(_weighed, "weighs its classes", marks=ALIKE),
         (_read_twice, "something else than the loss reads"),
-        (_adapted, r"add \(aten.add.Tensor\) lies between"),
+        pytest.param(_adapted, r"add \(aten.add.Tensor\) lies between", marks=ALIKE),
         (_dropped, r"dropout \(aten.dropout.default\) lies between"),
-        (_two, "2 cross-entropies"),
-        (_squared, "0 cross-entropies"),
+        pytest.param(_two, "2 cross-entropies", marks=ALIKE),
+        pytest.param(_squared, "0 cross-entropies", marks=ALIKE),
     ],
 )
 def test_other_losses_are_refused(ends: Callable[..., torch.Tensor], why: str) -> None:
@@ -218,6 +232,7 @@ def with_memory(nbytes: float) -> Cluster:
     return replace(h100, device=device, host=None)
 
 
+@second_tier("the other prices of memory are held against rehearsals in tests/executor/rehearsal")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
 def test_memory_is_what_a_rehearsal_holds(precision: str) -> None:
     peaks = {}
@@ -230,6 +245,7 @@ def test_memory_is_what_a_rehearsal_holds(precision: str) -> None:
     assert peaks[16] < peaks[2] < 0.6 * peaks[1]
 
 
+@second_tier("the recorded plan of a small llama in host memory has the loss in parts")
 def test_parts_are_chosen_where_logits_bind() -> None:
     free = wide(with_memory(80e9))
     assert free.plan.chunked_loss == 1
@@ -247,6 +263,7 @@ def test_parts_are_chosen_where_logits_bind() -> None:
             wide(between, **never)
 
 
+@second_tier("a recorded plan with parts is compared as it is written (test_recorded)")
 def test_a_file_has_the_parts(tmp_path: Any) -> None:
     ours = wide(with_memory(80e9), chunked_loss=5)
     ours.plan.save(tmp_path / "plan.json")
@@ -254,6 +271,7 @@ def test_a_file_has_the_parts(tmp_path: Any) -> None:
     assert plan == ours.plan and plan.chunked_loss == 5
 
 
+@second_tier("that metrics of logits keep them stays")
 def test_logits_need_a_plan_that_makes_them() -> None:
     """What an evaluation counts does not; plans with and without parts follow each other."""
     sizes = SIZES | {"vocab_size": CLASSES}
@@ -324,6 +342,7 @@ def small(model: nn.Module, **given: Any) -> ParallelModel:
     )
 
 
+@second_tier("that metrics of logits keep them stays")
 def test_rows_of_x_are_not_taken_for_logits() -> None:
     x, y = batch()
     whole, parted = (small(Outputs(_flat), chunked_loss=n) for n in (1, 3))
@@ -332,6 +351,7 @@ def test_rows_of_x_are_not_taken_for_logits() -> None:
         parted.forward((x, y))
 
 
+@second_tier("training with ignored rows stays")
 def test_labels_out_of_range_are_refused_and_ignored_rows_may_hold_anything() -> None:
     torch.manual_seed(1)
     x, y = batch()
@@ -358,12 +378,14 @@ def test_labels_out_of_range_are_refused_and_ignored_rows_may_hold_anything() ->
     torch.testing.assert_close(*grads)
 
 
+@second_tier("two decisions at once; that parts are chosen stays (test_recorded)")
 def test_a_sharding_that_names_the_product_keeps_the_loss_in_one_part() -> None:
     needs = wide(with_memory(80e9), chunked_loss=1).prediction.fullest_bytes
     chosen = wide(with_memory(1.03 * needs), shardings={"lm_head:linear": "replicate"})
     assert chosen.plan.chunked_loss == 1
 
 
+@second_tier("parts in a given plan; ledgers are summed over plans with parts, too")
 def test_a_given_plan_is_explained_on_its_own_graph() -> None:
     two = Cluster.from_catalog("h100-sxm", devices_per_node=2)
     asked = wide(two, chunked_loss=4, tp=2)
@@ -383,6 +405,7 @@ def test_a_given_plan_is_explained_on_its_own_graph() -> None:
     assert instead(details.evaluation, details.problem, "lm_head")
 
 
+@second_tier("overrides of other decisions are priced in test_alternatives")
 def test_an_override_of_parts_is_priced_against_one_part() -> None:
     free, forced = wide(with_memory(80e9)), wide(with_memory(80e9), chunked_loss=64)
     rows = forced.report.overrides
@@ -391,6 +414,7 @@ def test_an_override_of_parts_is_priced_against_one_part() -> None:
     assert forced.prediction.step_time_s > 1.1 * free.prediction.step_time_s
 
 
+@second_tier("a number beyond the rows; numbers within them stay")
 def test_more_parts_than_rows_are_as_many_as_rows() -> None:
     steps = [small(Head(_flat), chunked_loss=n).prediction.step_time_s for n in (64, 10**9)]
     assert steps[0] == pytest.approx(steps[1])

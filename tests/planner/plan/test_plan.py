@@ -18,6 +18,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.offload import first_moved
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.refusals import refusals, refused
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 
 few = settings(max_examples=25)
@@ -256,6 +257,7 @@ def test_a_part_of_the_blocks_sends_from_the_first_one_on(blocks: int, count: in
     assert away_blocks(stage) == min(count, blocks)
 
 
+@second_tier("one combination of decisions; what is offloaded is checked above")
 def test_activations_there_are_no_matter_of_how_weights_are_gathered() -> None:
     graph, table = cut(net())
     offload = {"activations": 1.0}

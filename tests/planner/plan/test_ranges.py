@@ -14,6 +14,7 @@ from meshwright.planner.plan import PlanError, glob
 from meshwright.planner.plan.plan import compress_names, compress_ranks
 from meshwright.planner.plan.ranges import expand_names, expand_ranks
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_NAMES
+from tests.helpers.tiers import second_tier
 from tests.planner.plan.test_plan import NAMES, RANKS
 
 LATE_S = 10.0
@@ -64,6 +65,7 @@ def matches(pattern: str, name: str) -> bool:
     return rest(0, 0)
 
 
+@second_tier("twenty thousand draws; patterns of shardings and overrides stay")
 def test_globs_are_as_defined() -> None:
     draw, agreed = random.Random(0), 0
     for _ in range(20_000):

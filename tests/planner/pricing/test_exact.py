@@ -32,6 +32,7 @@ from meshwright.planner.pricing.evaluate import (
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_blocks
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import SEQUENCE, WIDTH, cut, net, plan_for, with_stage
 from tests.parity.parity_cells import graph_of
 
@@ -118,6 +119,7 @@ def test_utilisation_is_of_all_devices_at_their_peak() -> None:
     assert found.mfu == pytest.approx(flops * seconds / (found.step_time_s * 4))
 
 
+@second_tier("prices of stages after others stay (test_order)")
 def test_no_price_depends_on_what_was_asked_before() -> None:
     """An evaluator asked both ways round says what a fresh one does, of plans that differ in what
     prices are known by: ZeRO, its shards, micro-batches of the same rows, degrees."""

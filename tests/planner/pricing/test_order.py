@@ -14,6 +14,7 @@ from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, case, changed, cut, problem_of
+from tests.helpers.tiers import tiered
 from tests.models.experts_models import Library, batch, token_loss
 
 ROWS = 4
@@ -80,7 +81,10 @@ def priced(programs: BlockPrograms, setting: Setting) -> list[Any]:
     return [*found, whole, coster.setting(Mesh(dp=1, tp=1, cp=2), Batch(rows=2.0)).mesh]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    tiered(MODELS, ("dense", "rows meet").__contains__, "what is dense, and rows that meet, stay"),
+)
 def test_a_price_does_not_depend_on_the_ones_before(name: str) -> None:
     problem = problem_of(MODELS[name](), Cluster.from_catalog("dgx-h100", num_nodes=2), "fp32")
     plain = Setting(problem=problem, mesh=Mesh(dp=1, tp=1), batch=Batch(rows=4.0))

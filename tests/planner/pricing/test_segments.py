@@ -9,6 +9,7 @@ from meshwright.costmodel.stages.sums import LATER, Sums
 from meshwright.planner.plan.plan import segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from tests.helpers.planning import sums_of
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, net
 
 INPUT, SAVED, FORWARD = 2.0, 34.0, 1.0  # of a Transformer layer, sbh
@@ -58,7 +59,13 @@ def test_equal_blocks_are_estimated_from_their_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "found"), [(2, [(0, 2), (2, 4)]), (3, [(0, 3)]), (8, [(0, 4)]), (1, [])]
+    ("size", "found"),
+    [
+        (2, [(0, 2), (2, 4)]),
+        (3, [(0, 3)]),
+        pytest.param(8, [(0, 4)], marks=second_tier("sizes that divide and do not divide stay")),
+        pytest.param(1, [], marks=second_tier("sizes that make segments stay")),
+    ],
 )
 def test_segments_are_neighbours(size: int, found: list[tuple[int, ...]]) -> None:
     """Two at least; the head's backward follows its forward at once."""

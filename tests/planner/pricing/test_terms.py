@@ -12,7 +12,7 @@ from meshwright.planner.pricing import Evaluator, priced_terms, terms_of
 from meshwright.profiles import steps
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import Profile, no_profile
-from tests.helpers.tiers import second_tier
+from tests.helpers.tiers import second_tier, tiered
 from tests.parity.parity_cells import Cell
 from tests.parity.parity_matrix import ALL
 from tests.planner.pricing.test_ledger import CLUSTERS, NUMBERS, problem_of
@@ -58,13 +58,23 @@ def corrected(evaluator: Evaluator, plan: Plan, factors: Mapping[str, float]) ->
     return terms_of(Evaluator(replace(own, profile=profile)).price(plan))
 
 
-@pytest.mark.parametrize("line", HIDDEN.strip().splitlines())
+FIRST = ("zero3", "ring", "resnet")
+
+
+@pytest.mark.parametrize(
+    "line",
+    tiered(
+        HIDDEN.strip().splitlines(),
+        lambda line: any(word in line for word in FIRST),
+        "ZeRO and segments, a ring and statistics stay of what hides",
+    ),
+)
 def test_parts_are_what_a_tiny_correction_changes(line: str) -> None:
     agree(Cell.parse(line), H100)
     agree(Cell.parse(line), H100, BESIDE)
 
 
-@second_tier("the change tier has what hides behind what")
+@second_tier("the change tier has some of what hides behind what")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_parts_of_the_matrix_are_what_a_tiny_correction_changes(number: int) -> None:
     for cell in ALL[number :: len(CLUSTERS)]:

@@ -116,6 +116,7 @@ def test_all_stays_on_devices_that_have_room(roomy: ParallelModel) -> None:
     assert "host memory" not in str(roomy.report)
 
 
+@second_tier("no more weights go there, and no more states into files, than must")
 def test_no_more_goes_to_the_host_than_must(
     roomy: ParallelModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_weights_go_to_the_host_where_states_do_not_suffice(roomy: ParallelModel
     assert fewer.step_time_s < result.prediction.step_time_s
 
 
+@second_tier("at no cost; what must go there stays, and segments that no host is faster than")
 def test_freed_memory_that_pays_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host at no cost: what a device then has room for need not be computed again. Activations,
     which would go there first, stay."""
@@ -190,6 +192,7 @@ def test_what_the_user_decided_of_hosts_no_relief_changes(offload: dict[str, flo
 # --- activations ---------------------------------------------------------------------------------
 
 
+@second_tier("activations go to a host at no cost in test_recompute, too")
 def test_no_more_activations_go_at_no_cost_than_save_recompute(
     roomy: ParallelModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +220,7 @@ def test_no_more_activations_go_at_no_cost_than_save_recompute(
     assert part(on(gpus(room, **SLOW), num_microbatches=1), "activations") == 0
 
 
+@second_tier("activations go to a host in test_recompute; states and weights stay")
 def test_activations_go_to_the_host_however_slow_where_nothing_fits(roomy: ParallelModel) -> None:
     states = {"optimizer": 1.0, "weights": 1.0}
     peaks = [
@@ -235,6 +239,7 @@ def test_activations_go_to_the_host_however_slow_where_nothing_fits(roomy: Paral
 # --- what users decide, and what is refused ------------------------------------------------------
 
 
+@second_tier("what a user decides is on each relief above, and in a forced plan of test_ways_out")
 @pytest.mark.parametrize("of", ["optimizer", "activations"])
 def test_a_user_decides(of: str) -> None:
     """By the fused kernel, which the host's step is, too."""
@@ -246,18 +251,23 @@ def test_a_user_decides(of: str) -> None:
     assert part(on(gpus(2**33), offload={of: 0}), of) == 0
 
 
+HOSTS = second_tier("states that a host lacks room for stay")
+UNKNOWN = second_tier("unknown hosts are refused in test_exact")
+
+
 @pytest.mark.parametrize(
     ("offload", "host", "error", "says"),
     [
         ({"optimizer": 1.0}, {"host_bytes": 2**12}, InfeasibleError,
          r"that a node's host has for it, \S+ [KM]iB more"),
-        ({"activations": 1.0}, {"host_bytes": 2**10}, InfeasibleError,
-         r"that a node's host has for it, \S+ [KM]iB more"),
+        pytest.param({"activations": 1.0}, {"host_bytes": 2**10}, InfeasibleError,
+                     r"that a node's host has for it, \S+ [KM]iB more", marks=HOSTS),
         ({"optimizer": 1.0, "nvme": 1.0}, FLASH | {"nvme_bytes": 2**10}, InfeasibleError,
          r"that a node's flash has for it, \S+ KiB more"),
-        ({"optimizer": 1.0}, None, PlanError, r"stage 0: .* nothing of its hosts' memory"),
-        ({"optimizer": 1.0, "nvme": 1.0}, {}, PlanError,
-         r"says nothing of its hosts' flash.*nvme_read_bandwidth"),
+        pytest.param({"optimizer": 1.0}, None, PlanError,
+                     r"stage 0: .* nothing of its hosts' memory", marks=UNKNOWN),
+        pytest.param({"optimizer": 1.0, "nvme": 1.0}, {}, PlanError,
+                     r"says nothing of its hosts' flash.*nvme_read_bandwidth", marks=UNKNOWN),
     ],
 )  # fmt: skip
 def test_a_given_plan_must_fit_the_host(
@@ -268,6 +278,7 @@ def test_a_given_plan_must_fit_the_host(
         planned(net(), cluster=cluster, profile=False, plan=with_stage(roomy.plan, offload=offload))
 
 
+@second_tier("a plan for such hosts is refused in test_exact")
 @pytest.mark.parametrize("of", ["optimizer", "activations"])
 def test_hosts_of_which_nothing_is_known_are_asked_for_nothing(of: str) -> None:
     with pytest.raises(OverrideError, match=r"says nothing of its hosts' memory.*\[host\]"):
@@ -299,6 +310,7 @@ def test_states_that_no_host_holds_lie_in_files_and_no_more_than_must(roomy: Par
     assert on(cluster, offload={**own}).plan.stages[0].offload == own
 
 
+@second_tier("weights on a host, and states in files, stay each by itself")
 def test_weights_that_no_device_and_states_that_no_host_holds_have_a_plan(
     roomy: ParallelModel,
 ) -> None:
@@ -316,6 +328,7 @@ def test_weights_that_no_device_and_states_that_no_host_holds_have_a_plan(
         assert less.host_shortfall(cluster) or max(less.peak_memory_bytes) > room
 
 
+@second_tier("no more goes to files than must, above")
 def test_files_stay_out_where_host_memory_holds_all(roomy: ParallelModel) -> None:
     room = (least(roomy, 0.0) + 3 * least(roomy, 1.0)) // 4
     assert "nvme" not in on(gpus(room, **FLASH)).plan.stages[0].offload
@@ -327,6 +340,7 @@ def test_files_stay_out_where_host_memory_holds_all(roomy: ParallelModel) -> Non
         on(gpus(room, host_bytes=5 * NUMEL, **small))
 
 
+@second_tier("files of one rank stay")
 def test_copies_that_hosts_hold_once_alone_lie_in_files() -> None:
     """Ranks without ZeRO have all states each: what hosts hold once, they need not hold twice."""
     own = {"dp": 2, "zero": 0, "recompute": "full"}
@@ -342,6 +356,7 @@ def test_copies_that_hosts_hold_once_alone_lie_in_files() -> None:
     assert result.prediction.step_time_s <= forced.prediction.step_time_s
 
 
+@second_tier("files of one stage stay")
 def test_files_are_those_of_the_stages_that_least_need_memory() -> None:
     """No other parts of two stages in files, which share a host, make much faster steps."""
     slow = FLASH | {"nvme_read_bandwidth": 2e8, "nvme_write_bandwidth": 1e8}

@@ -16,13 +16,14 @@ from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import POLICIES, SERIAL, Enumeration, instance, limited
 from tests.helpers.planning import cluster, gpt2, problem_of
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import second_tier
 from tests.planner.search.test_search import AMPLE, search, searching
 
 INSTANCES = (*range(30), 144)  # which has stages on different meshes
 SOME = range(10)
 UNLISTED = [policy for policy in RECOMPUTE if policy not in POLICIES]  # not enumerated
 NEAR = 1.005
+ENUMERATED = second_tier("whole pipelines; one stage, cuts and operators are each enumerated, too")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ def outcomes_of(seed: int) -> list[Outcome]:
 
 @pytest.fixture(
     scope="module",
-    params=[SOME, pytest.param(INSTANCES, marks=second_tier("more instances of the same"))],
+    params=[pytest.param(seeds, marks=ENUMERATED) for seeds in (SOME, INSTANCES)],
     ids=len,
 )
 def outcomes(request: pytest.FixtureRequest) -> list[Outcome]:
@@ -132,7 +133,7 @@ def test_what_is_found_fits_and_costs_what_the_search_says(outcomes: list[Outcom
             assert o.priced.prediction == o.found.best.evaluation.prediction
 
 
-@second_tier("of all instances; those of the change tier are among them")
+@second_tier("it is asked of the instances that are enumerated here")
 def test_the_instances_ask_for_different_plans() -> None:
     """Or the enumeration would prove little."""
     every = [outcome for seed in INSTANCES for outcome in outcomes_of(seed)]
@@ -201,9 +202,8 @@ def fastest_s(search: Search, given: dict[str, Any]) -> float | None:
         return None
 
 
-@pytest.mark.parametrize(
-    "seed", tiered(range(3), lambda seed: seed == 2, "more draws; those of one seed stay")
-)
+@second_tier("no alternative is faster than the choice (test_alternatives)")
+@pytest.mark.parametrize("seed", range(3))
 def test_a_superset_never_loses_to_its_subset(seed: int) -> None:
     """Random overrides, each in all its subsets of one less: no restriction makes a plan faster."""
     rng = random.Random(seed)

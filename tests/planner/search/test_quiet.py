@@ -11,6 +11,7 @@ import transformers
 
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.planning import token_batch
+from tests.helpers.tiers import second_tier
 
 TRIANGLE = {pair: np.eye(2) for pair in (("a", "b"), ("b", "c"), ("a", "c"))}
 CHILD = """
@@ -36,6 +37,7 @@ def gpt2() -> transformers.PreTrainedModel:
     return transformers.GPT2LMHeadModel(config)
 
 
+@second_tier("a process of its own; warnings that a trace would give stay")
 def test_a_process_that_plans_prints_nothing() -> None:
     """Not even at its first solve, when HiGHS would tell its version."""
     run = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import describe
 from tests.helpers.enumeration import limited
 from tests.helpers.planning import Traced, cluster, large_gpt2, linears
+from tests.helpers.tiers import second_tier
 from tests.planner.search.test_search import CLUSTERS, search, searching
 
 
@@ -38,7 +39,11 @@ def policies(of: Candidate) -> set[str]:
     [
         ("slow wires", {"layers.0": "full"}),
         ("slow starts", {"layers.1": "selective", "layers.2": "none"}),
-        ("two nodes", {"**": "full"}),
+        pytest.param(
+            "two nodes",
+            {"**": "full"},
+            marks=second_tier("all blocks alike; blocks by themselves stay"),
+        ),
     ],
 )
 def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict[str, str]) -> None:

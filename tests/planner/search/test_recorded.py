@@ -13,14 +13,11 @@ import pytest
 from scripts import record_plans as records
 from scripts.record_plans import RECORD, change, read, recorded, repriced
 from scripts.recording.cases import cases
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 
 ANEW = f"python -m scripts.record_plans record scripts/recording/{RECORD.name}"
-FIRST = (
-    "small llama, zb_v", "small llama, too little memory", "small gpt2, local",
-    "small mixtral, ep 4",
-)  # fmt: skip
-MORE = "minutes of searches; a schedule, experts, what does not fit and processes stay"
+FIRST = ("small llama, zb_v", "small llama, host memory")
+MORE = "minutes of searches; a schedule, and what fits with a host and a loss in parts, stay"
 
 
 @pytest.mark.parametrize("name", tiered([name for name, _ in cases()], FIRST.__contains__, MORE))
@@ -69,6 +66,7 @@ def test_a_change_of_choice_is_told_from_a_change_of_price() -> None:
     assert change("a", entry(), refused).choice[-1] == "error: None -> 'InfeasibleError'"
 
 
+@second_tier("what changed of a price is told in the test above")
 def test_recorded_plans_are_priced_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

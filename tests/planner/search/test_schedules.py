@@ -35,6 +35,7 @@ from meshwright.profiles.inputs import MeshwrightError
 from tests.costmodel.schedules.pipelines import Shape
 from tests.helpers.enumeration import limited
 from tests.helpers.planning import cluster, linears, problem_of
+from tests.helpers.tiers import second_tier
 from tests.parity.parity_cells import Cell, plan_of
 from tests.planner.search.test_search import BATCH, CLUSTERS, search, searching
 
@@ -138,6 +139,7 @@ def test_validation_afterwards_is_chosen_where_it_is_allowed_pays_and_fits() -> 
         assert not search(on, OF, allow=ALLOWED, **asked).best.plan.post_validation
 
 
+@second_tier("that it is chosen where it pays stays, and not under a schedule that is given")
 def test_an_override_wants_a_pipeline_of_it() -> None:
     plan = search(ON, OF, batch=16, post_validation=True).best.plan
     assert plan.post_validation and len(plan.devices) > 1
@@ -168,6 +170,7 @@ def test_the_optimizer_steps_in_the_backward_where_nothing_else_fits() -> None:
         search(tight, OF, batch=16, **asked | {"num_microbatches": 1})
 
 
+@second_tier("where nothing else fits it is chosen, above")
 def test_states_fill_a_device_that_gradients_would_overflow() -> None:
     """Whatever is priced before: weights and moments of 8 layers are 28 MiB here."""
     of, asked = linears(512, 8, 2, 8), {"batch": 2, "pp": 1, "tp": 1, "dp": 1, "zero": 0}
@@ -317,6 +320,7 @@ def test_it_is_forbidden_by_its_name_and_left_where_another_is(added: str) -> No
     assert added in Overrides(forbid=["gpipe"]).left("schedule")
 
 
+@second_tier("where it is asked for it is searched, above")
 def test_it_is_among_those_that_a_free_search_simulates(added: str) -> None:
     free = searching(cluster(4), linears(48, 6, 8, 24), batch=16, pp=2)
     assert Pipeline(added, 2, 4, 2) in free.space.schedules(2, 4)

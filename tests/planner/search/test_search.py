@@ -23,6 +23,7 @@ from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import instance, limited
 from tests.helpers.planning import SUMMED, Traced, cluster, cut, gpt2, linears, problem_of
+from tests.helpers.tiers import second_tier
 
 BATCH = 4
 AMPLE = 2.0**40
@@ -108,6 +109,7 @@ def test_a_buffers_new_value_is_whole_whatever_crosses_beside_it() -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
+@second_tier("memory that falls asks for more recompute in test_recompute, too")
 def test_time_is_paid_for_memory() -> None:
     """The best plans as memory falls, each time below what the last one needs, until none fits."""
     of, on, plans = linears(64, 4, 8, 512), cluster(4, bandwidth=1e9), list[Candidate]()
@@ -128,6 +130,7 @@ def test_time_is_paid_for_memory() -> None:
     assert not again[0] and again[-1]
 
 
+@second_tier("what is gathered is kept unless memory binds (test_recompute)")
 def test_nothing_is_recomputed_where_all_fits() -> None:
     for on in CLUSTERS.values():
         for candidate in search(on).candidates:
@@ -240,6 +243,7 @@ def test_stages_that_draw_in_a_way_of_their_own_have_one_device() -> None:
 H100 = Cluster.from_catalog("h100-sxm")
 
 
+@second_tier("many rows through few weights stay")
 def test_a_small_model_on_one_node_is_data_parallel() -> None:
     """GPT-2 124M on 8 H100: no tensor parallelism, no pipeline, nothing recomputed."""
     found = search(H100, gpt2(12, 768, 12, 50257, 1024), batch=64)
@@ -337,6 +341,7 @@ def same(first: SearchResult, second: SearchResult) -> bool:
     ) == (second.bound_s, second.best.evaluation.prediction, second.notes)
 
 
+@second_tier("prices after others stay (test_order), and searches after a hurried one")
 def test_what_was_priced_before_changes_nothing() -> None:
     """One coster through searches with other overrides, shardings among them."""
     on = CLUSTERS["slow starts"]
@@ -355,7 +360,9 @@ def test_what_was_priced_before_changes_nothing() -> None:
         before = again
 
 
-@pytest.mark.parametrize(("seed", "tight"), [(1, False), (4, True)])
+@pytest.mark.parametrize(
+    ("seed", "tight"), [(1, False), pytest.param(4, True, marks=second_tier("ample memory stays"))]
+)
 def test_time_may_end_anywhere(seed: int, tight: bool) -> None:
     """On a clock that goes on by a second whenever it is read: limits end while bounds are found,
     while blocks are solved, while plans are explored. There is a plan that fits all the same, and a

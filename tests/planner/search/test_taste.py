@@ -16,6 +16,7 @@ from meshwright.planner.search import taste
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.search.taste import TIE, Looks, looks_of, quantile_s, why_simpler
 from tests.helpers.planning import cluster, large_gpt2, problem_of
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 
 AWAY = {"optimizer": 0.5, "activations": 0.5}
@@ -129,6 +130,7 @@ def test_no_draft_beats_the_choice_in_seconds_memory_and_simplicity() -> None:
         assert not better or other == own
 
 
+@second_tier("a margin is taken off the memory in test_space")
 def test_a_margin_stays_free() -> None:
     search, found = searched("fastest", 0.6)
     used = max(found.best.evaluation.prediction.peak_memory_bytes)

@@ -19,6 +19,7 @@ from meshwright.costmodel.stages.sums import MAXIMA, Sums
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.programs import BlockPrograms
 from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, programs_of
+from tests.helpers.tiers import second_tier, tiered
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 MICROBATCHES, ROWS = 4, 4
@@ -83,6 +84,7 @@ def repeats(programs: BlockPrograms, chain: Chain, i: int, j: int) -> float:
     return seconds
 
 
+@second_tier("other models; a tied one stays")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_assignments_of_a_stage_cost_what_the_stage_costs(name: str) -> None:
     """The way back: from every stage's assignments alone to its seconds and parameters."""
@@ -145,7 +147,9 @@ def test_tied_parameters_are_stored_alike(name: str, mode: str) -> None:
         assert len(stored) == len(shared)
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet"])
+@pytest.mark.parametrize(
+    "name", tiered(["llama", "resnet"], "resnet".__eq__, "a model with statistics stays")
+)
 def test_prices_do_not_depend_on_what_was_priced_before(name: str) -> None:
     """Equal rows on equal tensor axes share programs and caches, whatever the data axis and the
     number of micro-batches."""

@@ -15,6 +15,7 @@ from meshwright.costmodel.stages.stage import StageCosts, as_rows, of_one, of_ro
 from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels, recompute_levels
 from tests.helpers.planning import case, odd_cluster, programs_of
+from tests.helpers.tiers import tiered
 
 NAMES = [each.name for each in dataclasses.fields(StageCosts)]
 POLICIES = ("none", "selective", "full")
@@ -129,7 +130,9 @@ def test_a_policy_that_frees_nothing_is_no_level() -> None:
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE)
-@pytest.mark.parametrize("name", ["llama", "gpt2_tied", "resnet"])
+@pytest.mark.parametrize(
+    "name", tiered(["llama", "gpt2_tied", "resnet"], "llama".__eq__, "blocks of a decoder stay")
+)
 def test_a_block_with_a_policy_costs_what_its_policy_costs(name: str, policy: str) -> None:
     """Whatever level its stage is on."""
     chain = chain_of(name)

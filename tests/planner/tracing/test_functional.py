@@ -20,6 +20,7 @@ from meshwright.costmodel.graph import Block, Graph, argument, verify_graph
 from meshwright.costmodel.rules import overload
 from meshwright.planner.tracing.fake_batch import FakeBatch, Number, NumberNeeded, tensor_of
 from meshwright.planner.tracing.trace import TraceError, trace
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import (
     ROWS,
     SEQUENCE,
@@ -112,7 +113,13 @@ def test_draws_in_place_keep_their_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "forward", [_residual, _rows_and_columns, _through_views, _masked, _bits, _copied, _policy]
+    "forward",
+    tiered(
+        [_residual, _rows_and_columns, _through_views, _masked, _bits, _copied, _policy],
+        (_rows_and_columns, _through_views, _masked).__contains__,
+        "other operators in place; writes to parts, through views and by masks stay",
+        lambda forward: forward.__name__,
+    ),
 )
 def test_writes_become_values(forward: Callable[..., torch.Tensor]) -> None:
     graph = agree(with_forward(forward), (rows(WIDTH),))
@@ -299,11 +306,14 @@ def test_whatever_asks_for_the_value_is_told(ask: Callable[[Any], Any]) -> None:
     assert n.asked == {"n"} and f"{n}" == "<number n>"
 
 
+GENERATORS = second_tier("numpy's generator without a seed stays, and a hidden draw from random")
+
+
 @pytest.mark.parametrize(
     ("draw", "name"),
     [
-        (lambda: random.random(), "random.random"),
-        (lambda: np.random.rand(), "numpy.random.rand"),
+        pytest.param(lambda: random.random(), "random.random", marks=GENERATORS),
+        pytest.param(lambda: np.random.rand(), "numpy.random.rand", marks=GENERATORS),
         (lambda: np.random.default_rng().random(), "numpy.random.default_rng"),
     ],
 )
@@ -353,6 +363,7 @@ def test_positions_that_begin_anew_are_refused() -> None:
             step(batch(PACKED))
 
 
+@second_tier("that positions are checked in each step stays, where consecutive ones pass")
 def test_consecutive_positions_and_masks_train_as_the_model_does() -> None:
     mask = torch.ones(ROWS, SEQUENCE, dtype=torch.long)
     for entries in (batch(WHOLE + 3), batch(PACKED, attention_mask=mask)):

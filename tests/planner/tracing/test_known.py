@@ -11,9 +11,20 @@ from meshwright.costmodel.sharding import analyse, row_use
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing import trace
 from tests.helpers.courses import FLAGS, KINDS, SIZES, Model, batch_of, selects, split
+from tests.helpers.tiers import second_tier, tiered
+
+ASKED = ("writes", "asks_twice", "by_numpy")
 
 
-@pytest.mark.parametrize("way", KINDS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way",
+    tiered(
+        KINDS,
+        lambda way: way.__name__ in ASKED,
+        "other ways to ask; a write between, a second question and numpy stay",
+        lambda way: way.__name__,
+    ),
+)
 def test_values_that_were_asked_for_are_known(way: Callable[..., torch.Tensor]) -> None:
     graph = trace(Model(way), batch_of())
     assert graph.known
@@ -29,12 +40,14 @@ def test_what_is_known_is_what_the_forward_asked_for() -> None:
     assert [x.tolist() for x in of_flags.known.values()] == [FLAGS.tolist()]
 
 
+@second_tier("rows that meet in a forward are found in tests/costmodel/sharding/test_rows.py")
 def test_rows_that_decide_the_course_meet() -> None:
     for way, meet in ((split, False), (selects, True)):
         graph = trace(Model(way), batch_of())
         assert bool(row_use(graph, analyse(graph)).meetings) == meet, way
 
 
+@second_tier("a selection by what weights made is refused in test_trace, one by a draw here")
 def test_values_that_weights_or_draws_decide_are_unknown() -> None:
     def by_weights(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x
@@ -82,12 +95,21 @@ def written_out(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> to
 UNSEEN = [drawn_empty, drawn_zeros, drawn_beside, written_numpy, written_out]
 
 
-@pytest.mark.parametrize("way", UNSEEN, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way",
+    tiered(
+        UNSEEN,
+        (drawn_beside, written_out).__contains__,
+        "one that is drawn and one that is written unseen stay",
+        lambda way: way.__name__,
+    ),
+)
 def test_what_a_trace_would_get_wrong_is_refused(way: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(TraceError, match="py:"):
         trace(Model(way), batch_of())
 
 
+@second_tier("a sample on the meta device; samples with values stay")
 def test_no_values_are_known_of_a_sample_without_them() -> None:
     batch = {name: x.to("meta") for name, x in batch_of().items()}
     with pytest.raises(TraceError):

@@ -26,6 +26,7 @@ from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.leaves import record as leaf_trial
 from meshwright.planner.tracing.leaves.probe import LeafError
 from meshwright.planner.tracing.trace import TraceError, trace
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
 from tests.models import leaf_models
 
@@ -78,6 +79,7 @@ def test_a_rule_says_what_splits() -> None:
     assert batched == [True, True, True, False]
 
 
+@second_tier("letters of sums and whole dims are among those of test_a_rule_says_what_splits")
 def test_letters_that_no_result_has_are_summed_and_unnamed_dims_stay_whole() -> None:
     for said, names in (("b i, o i -> b o", ["i", "o"]), ("b _, o _ -> b o", ["o"])):
         product = leaf(lambda x, w: x @ w.T, rule=said)
@@ -88,6 +90,7 @@ def test_letters_that_no_result_has_are_summed_and_unnamed_dims_stay_whole() -> 
         assert splits[0].results == (R,)
 
 
+@second_tier("a rule that only a trial refuses stays")
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
@@ -146,7 +149,9 @@ def test_what_is_not_run_may_draw_and_is_seeded() -> None:
     assert not any("trust" in note for note in declared().notes)
 
 
-@pytest.mark.parametrize("kind", ["scan", "branch"])
+@pytest.mark.parametrize(
+    "kind", tiered(["scan", "branch"], "scan".__eq__, "leaves that are declared stay")
+)
 def test_a_deep_stack_of_leaves_is_one_class(kind: str) -> None:
     graph = graph_of(*[kind] * 6)
     cut = cut_blocks(graph, analyse(graph))
@@ -192,6 +197,7 @@ def test_leaves_share_parameters_with_the_rest() -> None:
     assert set(op.operands) & set(linear.operands) - set(linear.results)
 
 
+@second_tier("a result whose shape depends on values stays")
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -228,7 +234,9 @@ NOT_LINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_LINEAR)
+@pytest.mark.parametrize(
+    "name", tiered(NOT_LINEAR, "signs".__eq__, "other ways not to be linear; signs stay")
+)
 def test_a_backward_of_weights_that_is_not_linear_is_refused(name: str) -> None:
     """Each rank and micro-batch would run it on its part of the gradient."""
     of = _function(NOT_LINEAR[name])
@@ -237,6 +245,7 @@ def test_a_backward_of_weights_that_is_not_linear_is_refused(name: str) -> None:
     traced(lambda self, x: of.apply(self.l(x)).sum())  # rows have their gradients whole
 
 
+@second_tier("what is planned of such functions on rows stays")
 def test_linear_backwards_of_weights_are_planned() -> None:
     for of in (
         _function(lambda x, g: g * (x.abs() < 1)),
@@ -266,6 +275,7 @@ def test_a_module_that_branches_on_values_becomes_a_leaf_and_is_reported() -> No
     assert "layers.1.part (Routed)" in second and "random numbers" in second
 
 
+@second_tier("classes of equal leaves stay (a deep stack of scans)")
 def test_modules_that_hold_the_method_of_a_class_are_alike() -> None:
     class Rounding(leaf_models.Branch):
         def __init__(self) -> None:
@@ -278,6 +288,7 @@ def test_modules_that_hold_the_method_of_a_class_are_alike() -> None:
     assert [leaf_of(op).number for op in leaves_in(graph)] == [0, 0]
 
 
+@second_tier("modules that branch become leaves, and leaves of such shapes are refused")
 def test_where_shapes_depend_on_values_the_module_around_is_tried() -> None:
     class Selected(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -297,6 +308,7 @@ def test_where_shapes_depend_on_values_the_module_around_is_tried() -> None:
         traced(lambda self, x: self.p0(self.l(x)).sum(), Selected())
 
 
+@second_tier("weights on meta under a branch; branches, and result=, stay")
 def test_weights_on_meta_can_not_be_run() -> None:
     with torch.device("meta"):
         part = leaf_models.Branch()
@@ -407,13 +419,15 @@ def _of_weights(target: Any) -> Graph:
             lambda: _of_rows(leaf(Cumulative(), rule="b s d, d -> b s d")),
             r"two parts.*'s': result 0 is off by up to .*operand 1 is scale.*write _",
         ),
-        (
+        pytest.param(
             lambda: _of_rows(leaf(lambda x: x / x.shape[-1], rule="b s d -> b s d")),
             r"'d': result 0 is off",
+            marks=second_tier("results that are off, and gradients that are, stay"),
         ),
-        (
+        pytest.param(
             lambda: _of_weights(leaf(projected, rule="b i, o i, o -> b o")),
             r"together, 'i': result 0 is off by up to .*\(a bias\) belongs outside",
+            marks=second_tier("results that are off, and gradients that are, stay"),
         ),
         (
             lambda: _of_rows(_applied(leaf(WrongBackward, rule="b s d -> b s d"))),
@@ -439,6 +453,7 @@ def test_a_rule_that_holds_is_not_taken_on_trust() -> None:
         assert "trust" not in graph.notes[0]
 
 
+@second_tier("trials with weights, and of rules that do not hold, stay")
 def test_meta_models_and_long_loops_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf_trial, "MAX_KERNELS", 50)  # of fewer steps than the sample has
 
@@ -458,6 +473,7 @@ def test_meta_models_and_long_loops_are_tried(monkeypatch: pytest.MonkeyPatch) -
         built("b s d, d, d _ -> b s d")
 
 
+@second_tier("trials of what splits evenly stay")
 def test_heads_of_a_fixed_size_are_not_cut_in_a_trial() -> None:
     def heads(x: Tensor) -> Tensor:
         return torch.cat([part.softmax(-1) for part in x.split(4, -1)], -1)
@@ -468,6 +484,7 @@ def test_heads_of_a_fixed_size_are_not_cut_in_a_trial() -> None:
 CALLS = itertools.count(1)
 
 
+@second_tier("a forward whose equal calls differ stays")
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -497,6 +514,7 @@ def test_a_trial_refuses_what_writes_to_buffers_that_a_trace_can_not_see() -> No
         traced(lambda self, x: self.p0(self.l(x)).sum(), part)
 
 
+@second_tier("a matter of time alone; trials stay")
 def test_a_rule_is_tried_once() -> None:
     runs: list[tuple[int, ...]] = []
 
@@ -531,6 +549,7 @@ class Averaged(nn.Module):
         return y
 
 
+@second_tier("trials with weights, and of rules that do not hold, stay")
 def test_indices_and_buffers_are_tried() -> None:
     def built(rule: str) -> Graph:
         def forward(self: Any, x: Tensor, chosen: Tensor) -> Tensor:
@@ -544,6 +563,7 @@ def test_indices_and_buffers_are_tried() -> None:
         built("_ s d, _ s, _ d, d -> _ s d, d")
 
 
+@second_tier("result= and a trial stay where a buffer is written")
 def test_kernels_that_fake_tensors_can_not_run_are_tried() -> None:
     def running(x: Tensor) -> Tensor:
         assert x.data_ptr()
@@ -555,6 +575,7 @@ def test_kernels_that_fake_tensors_can_not_run_are_tried() -> None:
         _of_rows(leaf(running, rule="b s d -> b s d", result=torch.empty_like))
 
 
+@second_tier("regions of autocast around a leaf stay")
 def test_regions_of_autocast_are_tried() -> None:
     said = leaf(lambda x, w: x @ w, rule="b s i, i o -> b s o")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.planner.tracing.trace import TraceError, trace
 from meshwright.planner.tracing.user_module.similar_layers import MIN_SIMILAR, find_similar_layers
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import ROWS, SEQUENCE, WIDTH, hugging_face, rows
 from tests.models.stacks import DEPTH, Layer, Stack, each, nested, refusals, with_layer
 
@@ -74,6 +74,7 @@ def test_groups_are_outermost() -> None:
     assert [g.members[0] for g in find_similar_layers(nn.Sequential(*inner[:2]))] == ["0.0", "1.0"]
 
 
+@second_tier("a layer beside itself; a tie leaves a layer out above")
 def test_one_layer_registered_many_times_is_no_group() -> None:
     layer = Layer()
     model = Stack(lambda k: layer)
@@ -86,9 +87,7 @@ def test_one_layer_registered_many_times_is_no_group() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    tiered(
-        ("gpt2", "t5", "llama", "bert"), ("gpt2", "t5").__contains__, "stacks of every kind stay"
-    ),
+    tiered(("gpt2", "t5", "llama", "bert"), "gpt2".__eq__, "one stack of transformers stays"),
 )
 def test_transformers_models(name: str) -> None:
     model, batch = hugging_face(name, DEPTH)
@@ -96,12 +95,14 @@ def test_transformers_models(name: str) -> None:
     assert not refusals(model, batch, precision="bf16" if name == "gpt2" else "fp32")
 
 
+@second_tier("hooks leave a layer out in test_one_changed_layer_is_left_out")
 def test_hidden_states_that_hooks_record() -> None:
     model, batch = hugging_face("bert", DEPTH)
     model.config.output_hidden_states = True
     refusals(model, batch)
 
 
+@second_tier("layers that hold their own names stay in a stack of our own")
 def test_adapters_of_peft() -> None:
     """Each of its layers holds its own name."""
     peft = pytest.importorskip("peft")
@@ -226,7 +227,12 @@ SHORT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
+KEPT = ("collected", "names")
+
+
+@pytest.mark.parametrize(
+    "name", tiered(SHORT, KEPT.__contains__, "names of layers, and uses in between, stay")
+)
 def test_stacks_with_a_short_trace(name: str) -> None:
     model = SHORT[name]()
     assert find_similar_layers(model)
@@ -403,10 +409,7 @@ FULL: dict[str, Kind] = {
     ),
 }
 ONE_OF_EACH_KIND = (
-    "depends on its position", "depends on a name in a dict", "assigns a buffer",
-    "the last by a global", "a shared object set", "another argument in the middle",
-    "writes its input", "writes a buffer", "gives a view", "leaks a tensor", "called twice",
-    "looks inside, and hides it", "a mask of its own",
+    "depends on its position", "a shared object set",
 )  # fmt: skip
 KEEPING: dict[str, Kind] = {
     "appends to a list": lambda: Stack(with_layer(appends, history=lambda k: [])),
@@ -415,6 +418,7 @@ KEEPING: dict[str, Kind] = {
 }
 
 
+@second_tier("what a forward keeps for the next one is refused in test_forward_state")
 @pytest.mark.parametrize("name", KEEPING)
 def test_layers_that_count_from_step_to_step_are_refused(name: str) -> None:
     with pytest.raises(TraceError, match=r"would be another after the next one|another course"):
@@ -422,7 +426,10 @@ def test_layers_that_count_from_step_to_step_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiered(FULL, ONE_OF_EACH_KIND.__contains__, "one of each kind of refusal stays")
+    "name",
+    tiered(
+        FULL, ONE_OF_EACH_KIND.__contains__, "a position that is used and state that is set stay"
+    ),
 )
 def test_layers_that_differ_are_traced_in_full(name: str) -> None:
     model = FULL[name]()
@@ -430,6 +437,7 @@ def test_layers_that_differ_are_traced_in_full(name: str) -> None:
     assert len(refusals(model, (rows(WIDTH),))) == 1
 
 
+@second_tier("checkpoints are traced through in test_trace")
 def test_layers_in_checkpoints_give_the_full_graph() -> None:
     checkpoint = torch.utils.checkpoint.checkpoint
     run = each(lambda self, k, layer, x: checkpoint(layer, x, use_reentrant=False))

@@ -17,7 +17,7 @@ from meshwright.costmodel.graph import Graph, argument
 from meshwright.planner.batch import batch_rows, split_batch
 from meshwright.planner.tracing.trace import TraceError, trace
 from meshwright.planner.tracing.transformers import model_name
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.traced import (
     ROWS,
     SEQUENCE,
@@ -82,8 +82,8 @@ def graph_of(name: str) -> Graph:
     "name",
     tiered(
         ("gpt2", "llama", "bert", "t5"),
-        ("gpt2", "t5").__contains__,
-        "tied weights, masks and two stacks stay; tests of parity run all of them",
+        "gpt2".__eq__,
+        "tied weights and masks stay; tests of parity run all of them",
     ),
 )
 def test_transformers_models_run_as_traced(name: str) -> None:
@@ -111,7 +111,9 @@ def test_tied_weights_are_one_parameter() -> None:
     assert graph.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "reentrant", tiered([True, False], lambda own: not own, "what torch advises stays")
+)
 def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         inner = lambda t: F.gelu(self.l(t))  # noqa: E731
@@ -122,6 +124,7 @@ def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
     assert all(graph.values[op.results[0]].requires_grad for op in graph.ops)
 
 
+@second_tier("checkpoints of torch, through which transformers go, stay")
 def test_gradient_checkpointing_of_transformers_changes_nothing() -> None:
     model, batch = hugging_face("gpt2")
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -145,19 +148,29 @@ def perceptron() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
 
 
+OTHER_LOSSES = second_tier("losses that are a module, and of a dict, stay")
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn"),
     [
-        (perceptron(), (rows(WIDTH), rows(4)), F.mse_loss),
+        pytest.param(perceptron(), (rows(WIDTH), rows(4)), F.mse_loss, marks=OTHER_LOSSES),
         (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss(rows(4)[0])),
         (
             with_forward(lambda self, x: self.net(x), net=perceptron()),
             {"x": rows(WIDTH), "targets": rows(4)},
             F.l1_loss,
         ),
-        (perceptron(), (rows(WIDTH),), lambda output: output.square().sum()),
-        (perceptron(), rows(WIDTH), lambda output: output.sum()),
-        (perceptron(), (rows(WIDTH),), lambda output: output.mean().view(1, 1)),
+        pytest.param(
+            perceptron(), (rows(WIDTH),), lambda output: output.square().sum(), marks=OTHER_LOSSES
+        ),
+        pytest.param(perceptron(), rows(WIDTH), lambda output: output.sum(), marks=OTHER_LOSSES),
+        pytest.param(
+            perceptron(),
+            (rows(WIDTH),),
+            lambda output: output.mean().view(1, 1),
+            marks=OTHER_LOSSES,
+        ),
     ],
     ids=["tuple", "weighted module", "dict", "one-argument", "bare tensor", "one element"],
 )
@@ -201,6 +214,7 @@ def test_split_batch(loss_fn: Any, batch: Any, args: tuple[int], targets: tuple[
     assert kwargs == named
 
 
+@second_tier("plans hold at any batch size in test_check")
 def test_other_batch_size_changes_rows_alone() -> None:
     small, large = graph_of("bert"), trace(*hugging_face("bert"), batch_size=5)
     assert [op.target for op in small.ops] == [op.target for op in large.ops]
@@ -249,6 +263,7 @@ def test_buffers_keep_their_dtype_where_they_meet_bf16() -> None:
     assert {graph.values[v].dtype for op in products for v in op.operands} == {torch.bfloat16}
 
 
+@second_tier("casts beside buffers in fp32 stay")
 def test_operands_of_two_dtypes_are_cast() -> None:
     model, batch = with_forward(lambda self, x: self.l(self.l(x).float()).sum()), (rows(WIDTH),)
     agree(model, batch)
@@ -264,6 +279,7 @@ def test_dropout_follows_the_mode_of_its_module() -> None:
     assert shorts(agree(model.eval(), PAIR, F.mse_loss)) == ["linear", "mse_loss"]
 
 
+@second_tier("buffers that a forward writes are updates in test_functional")
 def test_batch_norm_counts_its_batches() -> None:
     model = normed()
     graph = trace(model, PAIR, loss_fn=F.mse_loss)
@@ -284,6 +300,7 @@ def test_frozen_parameters_stop_gradients() -> None:
 # --- the user's model ----------------------------------------------------------------------------
 
 
+@second_tier("a model of repeated layers is left as it was in test_similar_layers")
 def test_the_model_is_left_alone() -> None:
     model, batch = hugging_face("gpt2")
     model.transformer.h[1].eval()
@@ -299,6 +316,7 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(t, tensors[name]) for name, t in model.state_dict().items())
 
 
+@second_tier("models of tests of the search are on meta, those of parity are not")
 def test_a_meta_model_gives_the_same_graph() -> None:
     model, batch = hugging_face("llama")
     meta = trace(model.to("meta"), {k: v.to("meta") for k, v in batch.items()})
@@ -333,17 +351,22 @@ def _norming(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.l(x).sum()
 
 
+ALIKE = second_tier("a selection by values is refused with its line, too")
+ELSEWHERE = second_tier("writes to weights are refused in tests/user_code")
+
+
 @pytest.mark.parametrize(
     ("forward", "line", "way_out"),
     [
-        (_branching, 2, "torch.where"),
-        (
+        pytest.param(_branching, 2, "torch.where", marks=ALIKE),
+        pytest.param(
             _conditional, 2,
             r"(?s)the condition `y.sum\(\) > 0` depends on tensor values.*leaf.*loss_fn=",
+            marks=ALIKE,
         ),
         (_selecting, 2, "masks"),
         (lambda self, x: self.l(x), None, "loss_fn="),
-        (_norming, None, "between steps"),
+        pytest.param(_norming, None, "between steps", marks=ELSEWHERE),
         (lambda self, x: self.l(x).detach().sum(), None, "no trainable parameter"),
     ],
     ids=["branch", "conditional", "selection", "no scalar", "parameter", "no gradient"],
@@ -399,13 +422,24 @@ def test_hooks_on_a_forward_are_followed() -> None:
     agree(model, (rows(WIDTH),))
 
 
+OTHER_HOOKS = second_tier("a hook of a module, and one of an activation, stay")
+
+
 @pytest.mark.parametrize(
     ("register", "says"),
     [
         (lambda m: m.l.register_full_backward_hook, "'l' has a register_full_"),
-        (lambda m: m.l.register_full_backward_pre_hook, "backward_pre_hook"),
-        (lambda m: m.l.weight.register_hook, "'l.weight' has a register_hook"),
-        (lambda m: m.l.weight.register_post_accumulate_grad_hook, "register_post_accumulate_grad_"),
+        pytest.param(
+            lambda m: m.l.register_full_backward_pre_hook, "backward_pre_hook", marks=OTHER_HOOKS
+        ),
+        pytest.param(
+            lambda m: m.l.weight.register_hook, "'l.weight' has a register_hook", marks=OTHER_HOOKS
+        ),
+        pytest.param(
+            lambda m: m.l.weight.register_post_accumulate_grad_hook,
+            "register_post_accumulate_grad_",
+            marks=OTHER_HOOKS,
+        ),
     ],
 )
 def test_hooks_of_autograd_are_refused(register: Callable[[Any], Any], says: str) -> None:
@@ -490,7 +524,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name", tiered(MASKS, "an instance's".__eq__, "caches elsewhere; one in an object's dict stays")
+)
 def test_caches_hold_nothing_of_the_trace(name: str) -> None:
     model = Masked(MASKS[name])
     batch = {"x": torch.randn(2, 4, 8)}

@@ -10,6 +10,7 @@ from scripts.experts import alpa
 from scripts.published.predict import evaluate, traced
 from scripts.published.rows import read_row
 from scripts.published.setup import Setup, of_layers
+from tests.helpers.tiers import second_tier
 
 LAYERS, HIDDEN, LENGTH, VOCAB, FFN = 4, 1024, 1024, 51200, 4096
 ROW = {
@@ -45,6 +46,7 @@ def test_the_gradient_of_logits_lies_over_the_softmax() -> None:
     assert saved == pytest.approx(4 * LENGTH * VOCAB / 2, rel=0.1)
 
 
+@second_tier("habits of the loss and of gathers stay")
 def test_zero_3_holds_what_it_gathers_at_once() -> None:
     """Two blocks' weights and one's gradients, or as many parameters': the feed-forward's matrix of
     a layer's four, without biases; the head's is alone either way."""
@@ -61,6 +63,7 @@ def test_sixteen_bit_gradients_are_half_as_wide() -> None:
     assert (wide.framework.target.gradient_bytes, narrow.framework.target.gradient_bytes) == (4, 2)
 
 
+@second_tier("it is about Alpa's programs alone")
 def test_only_pure_programs_run_batch_norms_again() -> None:
     graph, _ = alpa.traced(alpa.wide_resnet(groups=(1, 1, 1, 1), channels=8, width=1), "fp32")
     norms = [block for block in graph.blocks if block.name.startswith("layers.")]

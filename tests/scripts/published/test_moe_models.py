@@ -12,6 +12,7 @@ from scripts.published.frameworks import EXCHANGE_HIDDEN, Unpriced
 from scripts.published.models import Latent, TransformerDims, build
 from scripts.published.predict import evaluate, evaluate_row, traced
 from scripts.published.rows import facts_of, read_row
+from tests.helpers.tiers import second_tier
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(
@@ -69,6 +70,7 @@ ROW = {
 }  # fmt: skip
 
 
+@second_tier("prices are judged by validate_costmodel; the models' sizes stay")
 def test_a_published_step_is_in_the_region() -> None:
     """24.7 s (Megatron-Bridge); the margin leaves room for other fits, not for other physics."""
     assert evaluate_row(ROW).prediction.step_time_s == pytest.approx(24.7, rel=0.35)
@@ -81,6 +83,7 @@ def test_overlap_of_experts_is_read_from_notes(says: str) -> None:
         assert not read_row({**ROW, "notes": no}).framework.target.overlap_experts
 
 
+@second_tier("full recompute of blocks is priced by hand in test_price")
 def test_checkpoints_of_automodel_stop_early() -> None:
     """A layer's recompute ends at the last tensor that a backward wants: what comes after the last
     product of the experts, and it, are not run again."""

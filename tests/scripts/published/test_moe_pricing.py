@@ -36,6 +36,7 @@ from meshwright.planner.stages.programs import BlockPrograms
 from scripts.published.models import build
 from scripts.published.predict import traced
 from tests.helpers.planning import cluster, setting_on
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import plan_for, with_stage
 from tests.scripts.published.test_moe_models import DENSE, SPARSE
 
@@ -252,6 +253,7 @@ def test_a_plan_that_shares_experts_out_is_dearer_and_fuller() -> None:
     assert priced(1.0, 1).prediction == priced(4.0, 1).prediction
 
 
+@second_tier("that uneven routing makes shared experts dearer and fuller stays")
 def test_the_choice_turns_where_routing_is_uneven_enough() -> None:
     wide = dataclasses.replace(
         SPARSE, layers=2, hidden=512, heads=8, kv_heads=8, expert_ffn=1024, topk=2, seq_len=256

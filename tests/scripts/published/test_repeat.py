@@ -16,6 +16,7 @@ from scripts.published.models import TransformerDims, build
 from scripts.published.predict import deepen
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, linears, problem_of
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import with_stage
 from tests.models.models import Traced
 
@@ -38,7 +39,13 @@ def traced(style: str, layers: int) -> Graph:
     return cut_blocks(graph, analyse(graph))
 
 
-@pytest.fixture(scope="module", params=STYLES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(style, marks=second_tier("parameters of a deep stack are counted by hand"))
+        for style in STYLES
+    ],
+)
 def pair(request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
     """Deepened, and traced at full depth."""
     return deepen(traced(request.param, 3), "layers", DEEP), traced(request.param, DEEP)

@@ -9,7 +9,6 @@ from scripts.published import Unpriced, evaluate_row, read_row
 from tests.helpers.tiers import second_tier
 
 ABLATION = "Alpa OSDI22 intra-op"
-ALL = second_tier("the change tier has the table that has both, and a few rows of others")
 
 
 def words(rows: list[dict[str, str]]) -> dict[str, list[Mapping[str, str]]]:
@@ -25,6 +24,7 @@ def words(rows: list[dict[str, str]]) -> dict[str, list[Mapping[str, str]]]:
     return found
 
 
+@second_tier("what lacks memory is refused by plan, and verdicts are test_rehearsing's")
 def test_what_ran_out_of_memory_does_not_fit() -> None:
     rows = out_of_memory_rows()
     assert len(rows) == 4
@@ -32,7 +32,8 @@ def test_what_ran_out_of_memory_does_not_fit() -> None:
     assert found == {"does not fit": rows}
 
 
-@pytest.mark.parametrize("part", ["some", pytest.param("all", marks=ALL)])
+@second_tier("a published row is priced in test_predict")
+@pytest.mark.parametrize("part", ["some", "all"])
 def test_what_ran_is_told_otherwise(part: str) -> None:
     rows = (published_rows() + fp8_rows())[::5]
     if part == "some":
