@@ -39,7 +39,7 @@ class _LayerWise(torch.optim.Optimizer):
                     )  # fmt: skip
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter with a gradient; the closure's loss, if there is one."""
         loss = None
         if closure is not None:
@@ -155,7 +155,8 @@ _RANGES = {
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x)
+    norm: torch.Tensor = torch.linalg.vector_norm(x)
+    return norm
 
 
 def _ratio(over: torch.Tensor, under: torch.Tensor) -> torch.Tensor:
@@ -211,7 +212,8 @@ def _factor(steps: int, total: int | None, power: float, step: int) -> float:
         return (step + 1) / steps
     if total is None:
         return 1.0
-    return max(0.0, 1 - (step - steps) / (total - steps)) ** power
+    left = max(0.0, 1 - (step - steps) / (total - steps))
+    return math.pow(left, power)
 
 
 def _times(rows: int, rows_before: int) -> float:

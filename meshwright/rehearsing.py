@@ -23,6 +23,7 @@ from meshwright.executor.rehearsal import (
     rehearse,
 )
 from meshwright.executor.stages import CheckedPlan
+from meshwright.optim import LAMB, LARS
 from meshwright.planner import pricing
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
@@ -37,6 +38,8 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType({
     "adam": torch.optim.Adam,
     "adam_fused": lambda params: torch.optim.Adam(params, fused=True),
     "adagrad": torch.optim.Adagrad,
+    "lamb": LAMB,
+    "lars": LARS,
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 })  # fmt: skip

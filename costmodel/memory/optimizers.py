@@ -8,7 +8,8 @@ The fused kernel reads weight, gradient and moments, and writes all but the grad
 nothing beside. On a CPU the same goes on parameter by parameter, in 3 to 5 times the seconds of the
 fused kernel. 8-bit states are updated by a kernel a tensor (bitsandbytes). Of
 weights in bf16 all of these words are halves, but where an optimizer has a type of its own for
-moments.
+moments. LAMB and LARS are ours (`meshwright.optim`), and go parameter by parameter, as each has a
+rate of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _WORDS = 3  # of a weight that is read and written, and of its gradient
 class Optimizer:
     """Bytes a parameter: its weight, and its gradient, each `kept_bytes`; its `moments`, of their
     type or (`typed`) of one of their own; what a step reads and writes (`moved`), and what it makes
-    beside that on a GPU, of all parameters at once (`temporary`); on a CPU so many `tensors` of the
-    size of one parameter, by so many `operators`."""
+    beside that on a GPU, of all parameters at once (`temporary`); on a CPU, or wherever it goes
+    `one_by_one`, so many `tensors` of the size of one parameter, by so many `operators`."""
 
     moments: int
     moved: int
@@ -39,6 +40,7 @@ class Optimizer:
     tensors: int = 0
     operators: int = 0
     typed: bool = False
+    one_by_one: bool = False
     kept_bytes: int = FP32
 
     @property
@@ -49,12 +51,12 @@ class Optimizer:
     def issues(self, device: str, *, alone: bool = False) -> float:
         """Operators that a step issues for one parameter; on a GPU a few kernels step all that it
         doesn't step `alone`."""
-        each = device == "cpu" or alone
+        each = device == "cpu" or alone or self.one_by_one
         return max(self.operators, 1 * alone) * DTENSOR_ISSUES if each else 0.0
 
     def temporary_bytes(self, numels: Sequence[float], device: str) -> float:
         """Bytes that a step makes beside its states for parameters of such sizes."""
-        if device == "cuda":
+        if device == "cuda" and not self.one_by_one:
             return self.temporary * sum(numels)
         return self.tensors * self.kept_bytes * max(numels, default=0.0)
 
@@ -70,6 +72,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
     "momentum": Optimizer(moments=4, moved=20, operators=2),
     "lion": Optimizer(moments=4, moved=20, operators=5),
     "adagrad": Optimizer(moments=4, moved=20, operators=5),
+    "lamb": Optimizer(moments=8, moved=116, tensors=2, operators=15, one_by_one=True),
+    "lars": Optimizer(moments=4, moved=60, tensors=1, operators=9, one_by_one=True),
 })  # fmt: skip
 
 

@@ -298,6 +298,8 @@ def name_of(optimizer: torch.optim.Optimizer) -> str | None:
     group, kind = optimizer.param_groups[0], type(optimizer).__name__.lower()
     if "8bit" in kind:
         return "adamw8bit"
+    if named := next((name for name in ("lamb", "lars", "lion") if name in kind), None):
+        return named  # whoever wrote it
     if isinstance(optimizer, torch.optim.Adam):  # AdamW too
         plain = "adamw" if isinstance(optimizer, torch.optim.AdamW) else "adam"
         return plain + FUSED * bool(group.get("fused"))

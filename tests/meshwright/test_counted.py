@@ -9,6 +9,7 @@ import torch
 from torch import optim
 
 from meshwright.costmodel.operators import Problem
+from meshwright.optim import LAMB, LARS
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.search.search import Search
@@ -21,7 +22,7 @@ from tests.helpers.planning import linears, problem_of
 MADE = {
     "adamw": optim.AdamW, "adamw_fused": partial(optim.AdamW, fused=True), "adam": optim.Adam,
     "sgd": partial(optim.SGD, lr=0.1), "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
-    "adagrad": optim.Adagrad,
+    "adagrad": optim.Adagrad, "lamb": LAMB, "lars": LARS,
 }  # fmt: skip
 
 
