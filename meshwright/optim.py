@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from meshwright.costmodel.memory import FUSED
 from meshwright.profiles.inputs import ArgumentError, shown
 
 
@@ -163,6 +165,38 @@ def _ratio(over: torch.Tensor, under: torch.Tensor) -> torch.Tensor:
     """The one norm over the other; 1 where either is 0."""
     either = (over > 0) & (under > 0)
     return torch.where(either, over / under, torch.ones_like(over))
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+# Optimizers as plans name them (`costmodel/memory/optimizers.py`).
+
+MADE_BY_NAME: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = MappingProxyType({
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "adam": torch.optim.Adam,
+    "adam_fused": lambda params: torch.optim.Adam(params, fused=True),
+    "adagrad": torch.optim.Adagrad,
+    "lamb": LAMB,
+    "lars": LARS,
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+})  # fmt: skip
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name of an optimizer in plans; None for one that they don't know."""
+    group, kind = optimizer.param_groups[0], type(optimizer).__name__.lower()
+    if "8bit" in kind:
+        return "adamw8bit"
+    if named := next((name for name in ("lamb", "lars", "lion") if name in kind), None):
+        return named  # whoever wrote it
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW too
+        plain = "adamw" if isinstance(optimizer, torch.optim.AdamW) else "adam"
+        return plain + FUSED * bool(group.get("fused"))
+    if isinstance(optimizer, torch.optim.SGD):
+        return "momentum" if group["momentum"] else "sgd"
+    return "adagrad" if isinstance(optimizer, torch.optim.Adagrad) else None
 
 
 # --- learning rates -------------------------------------------------------------------------------

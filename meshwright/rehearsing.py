@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from meshwright.executor.rehearsal import (
     rehearse,
 )
 from meshwright.executor.stages import CheckedPlan
-from meshwright.optim import LAMB, LARS
+from meshwright.optim import MADE_BY_NAME
 from meshwright.planner import pricing
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
@@ -32,17 +30,6 @@ from meshwright.shell import Progress
 from meshwright.traced import TracedModel
 
 LEAST_MORE = 0.01  # of a device's memory, left free after a rehearsal that did not fit
-OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType({
-    "adamw": torch.optim.AdamW,
-    "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
-    "adam": torch.optim.Adam,
-    "adam_fused": lambda params: torch.optim.Adam(params, fused=True),
-    "adagrad": torch.optim.Adagrad,
-    "lamb": LAMB,
-    "lars": LARS,
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-})  # fmt: skip
 
 
 def rehearse_plan(
@@ -67,12 +54,12 @@ def rehearse_plan(
                 "torch.optim.AdamW(params, lr=1e-3), or None"
             ),
         )
-    make = optimizer or OPTIMIZERS.get(problem.optimizer)
+    make = optimizer or MADE_BY_NAME.get(problem.optimizer)
     if make is None:
         raise RehearsalError(
             f"torch has no optimizer {problem.optimizer!r}",
             place="rehearse",
-            legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",
+            legal=f"{sorted(MADE_BY_NAME)}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
     details = report.details
     priced = details.evaluation if details else pricing.Evaluator(problem).price(checked.plan)

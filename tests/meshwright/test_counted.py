@@ -9,13 +9,13 @@ import torch
 from torch import optim
 
 from meshwright.costmodel.operators import Problem
-from meshwright.optim import LAMB, LARS
+from meshwright.optim import LAMB, LARS, name_of
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.running import steps
-from meshwright.running.steps import name_of, other_than_counted
+from meshwright.running.steps import other_than_counted
 from tests.helpers import tiny
 from tests.helpers.planning import linears, problem_of
 
