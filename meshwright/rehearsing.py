@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision
 from meshwright.executor.errors import RehearsalError
+from meshwright.executor.parameters import BY_NAME
 from meshwright.executor.prices import Prices
 from meshwright.executor.rehearsal import (
     Estimate,
@@ -21,7 +22,6 @@ from meshwright.executor.rehearsal import (
     rehearse,
 )
 from meshwright.executor.stages import CheckedPlan
-from meshwright.optim import MADE_BY_NAME
 from meshwright.planner import pricing
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
@@ -54,12 +54,12 @@ def rehearse_plan(
                 "torch.optim.AdamW(params, lr=1e-3), or None"
             ),
         )
-    make = optimizer or MADE_BY_NAME.get(problem.optimizer)
+    make = optimizer or BY_NAME.get(problem.optimizer)
     if make is None:
         raise RehearsalError(
             f"torch has no optimizer {problem.optimizer!r}",
             place="rehearse",
-            legal=f"{sorted(MADE_BY_NAME)}, or give yours: rehearse(optimizer=lambda params: ...)",
+            legal=f"{sorted(BY_NAME)}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
     details = report.details
     priced = details.evaluation if details else pricing.Evaluator(problem).price(checked.plan)

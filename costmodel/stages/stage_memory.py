@@ -99,6 +99,7 @@ def stage_memory(
         target=setting.target,
         host=setting.host.states,
         sent=offload.sent_gradients(setting),
+        moments=(sums.moments, sums.shard_moments),
     )
     stepped = sums.parameters / sharing.parts(shards)
     undone = setting.validated * stepped * setting.optimizer.state_bytes

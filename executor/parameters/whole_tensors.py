@@ -1,14 +1,14 @@
 """Optimizers that work on whole tensors (Shampoo, Muon), of parameters that ranks hold parts of.
 
-Every parameter has one owner among the ranks of its mesh. In a step its value and gradient are
+Every such parameter has one owner among the ranks of its mesh. In a step its value and gradient are
 gathered, the owner's optimizer steps on them as on one device, and the owner sends the new value
 to the ranks, which keep their parts. Each rank steps and keeps the states of 1/n of the elements;
-a step moves every element three times.
+a step moves every element three times. Others are stepped where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.executor.errors import OptimizerError
-from meshwright.executor.parameters.parameters import StageParameter, load
+from meshwright.executor.parameters.parameters import StageParameter, load, part_of, wrap_like
 from meshwright.executor.parameters.whole_operands import whole_of
 from meshwright.executor.ranks import Place, all_gather_object, gloo_group
 
 Groups = list[dict[str, Any]]
+IN_PLACE = -1  # in place of an owner
 
 
 class WholeTensors(torch.optim.Optimizer):
     """An optimizer of `optimizer_class` over whole tensors in the place of `params`.
 
-    `params` are parameters of `held`, those of a rank, or torch's groups of them. Learning-rate
+    `params` are parameters of `held`, those of a rank, or torch's groups of them; with `whole` only
+    those of these FQNs are stepped whole, the others in place. Learning-rate
     schedules, `param_groups` and `zero_grad` are those of any optimizer. `step` and `state_dict`
     are collective, and the states by FQN those of the whole model. Raises ValueError for parameters
     of another model.
@@ -40,6 +42,7 @@ class WholeTensors(torch.optim.Optimizer):
         held: Sequence[StageParameter],
         place: Place,
         options: Mapping[str, Any],
+        whole: Collection[str] | None = None,
     ) -> None:
         known = {id(p.api): p for p in held}
         groups = _groups(params)
@@ -52,8 +55,18 @@ class WholeTensors(torch.optim.Optimizer):
             )
         self.place = place
         self.chosen = [known[id(p)] for p in all_params]
-        self.owners = _owners(self.chosen, 1 if place.mesh is None else place.mesh.size())
-        self.whole = [nn.Parameter(torch.empty(p.shape, device="meta")) for p in self.chosen]
+        own = [whole is None or p.fqn in whole for p in self.chosen]
+        owners = iter(
+            _owners(
+                [p for p, owned in zip(self.chosen, own, strict=True) if owned],
+                1 if place.mesh is None else place.mesh.size(),
+            )
+        )
+        self.owners = [next(owners) if owned else IN_PLACE for owned in own]
+        self.whole = [
+            nn.Parameter(torch.empty(p.shape, device="meta")) if owned else p.api
+            for p, owned in zip(self.chosen, own, strict=True)
+        ]
         for k in self._own():
             self.whole[k] = nn.Parameter(torch.empty(self.chosen[k].shape, device=place.device))
         full_tensors = iter(self.whole)
@@ -66,10 +79,14 @@ class WholeTensors(torch.optim.Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _own(self) -> list[int]:
-        """The numbers of the parameters that this rank steps."""
+        """The numbers of the whole parameters that this rank steps."""
         mesh = self.place.mesh
         ranks = [self.place.rank] if mesh is None else mesh.mesh.flatten().tolist()
-        return [k for k, owner in enumerate(self.owners) if ranks[owner] == self.place.rank]
+        return [
+            k
+            for k, owner in enumerate(self.owners)
+            if owner != IN_PLACE and ranks[owner] == self.place.rank
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -79,7 +96,11 @@ class WholeTensors(torch.optim.Optimizer):
                 "step() takes no closure", place="whole_tensor_optimizer", way_out="call train_step"
             )
         owned = set(self._own())
-        stepped = [k for k, p in enumerate(self.chosen) if p.api.grad is not None]
+        stepped = [
+            k
+            for k, p in enumerate(self.chosen)
+            if p.api.grad is not None and self.owners[k] != IN_PLACE
+        ]
         for k in stepped:
             value, gradient = whole_of(self.chosen[k].api), whole_of(self.chosen[k].api.grad)
             if k in owned:
@@ -91,6 +112,8 @@ class WholeTensors(torch.optim.Optimizer):
             self._broadcast(value, self.owners[k])
             load(p, value, self.place)
             self.whole[k].grad = None
+            if k in owned:  # the next step gathers it anew
+                self.whole[k].data = value.new_empty(()).expand(value.shape)
 
     def _broadcast(self, x: torch.Tensor, owner: int) -> None:
         """The owner's tensor on all ranks of the mesh: along one dim after the other."""
@@ -111,7 +134,10 @@ class WholeTensors(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole model's states by FQN, and the options of groups; the same on all ranks."""
         mine = self.inner.state_dict()
-        states = {self.chosen[k].fqn: state for k, state in mine["state"].items()}
+        states = {
+            self.chosen[k].fqn: {name: whole_of(x) for name, x in state.items()}
+            for k, state in sorted(mine["state"].items())
+        }
         if self.place.mesh is not None:
             parts = all_gather_object(gloo_group(), states)
             states = {fqn: state for part in parts for fqn, state in part.items()}
@@ -122,9 +148,18 @@ class WholeTensors(torch.optim.Optimizer):
         return {"state": states, "param_groups": options}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the states of what this rank owns, and the options of groups."""
-        states, mine = state_dict["state"], self.inner.state_dict()
+        """Take the states of what this rank steps, and the options of groups."""
+        mine, states = self.inner.state_dict(), dict(state_dict["state"])
         owned = {k: self.chosen[k].fqn for k in self._own()}
+        for k, p in enumerate(self.chosen):
+            if self.owners[k] == IN_PLACE and p.fqn in states:
+                owned[k] = p.fqn
+                states[p.fqn] = {
+                    name: wrap_like(p, part_of(p, x, self.place).clone())
+                    if isinstance(x, torch.Tensor) and x.shape == torch.Size(p.shape)
+                    else x
+                    for name, x in states[p.fqn].items()
+                }
         groups = zip(mine["param_groups"], state_dict["param_groups"], strict=True)
         self.inner.load_state_dict({
             "state": {k: states[fqn] for k, fqn in owned.items() if fqn in states},

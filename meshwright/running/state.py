@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.costmodel.memory import optimizer_named
+from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, weights
-from meshwright.executor.parameters import WholeTensors
+from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
 from meshwright.executor.ranks import background, progress, run_on_all
 from meshwright.executor.runtime import group_of
-from meshwright.executor.stages import check_trains
+from meshwright.executor.stages import check_trains, stepped_whole
+from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running.planned import PlannedModel
 
@@ -43,6 +46,44 @@ class State(PlannedModel):
         """For any torch optimizer. Norms and means of a parameter are those of the whole; one that
         needs whole matrices has `whole_tensor_optimizer`."""
         return (p for _, p in self.named_parameters())
+
+    def make_optimizer(
+        self,
+        kind: str | Callable[..., torch.optim.Optimizer] | None = None,
+        params: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """`kind(params, **options)`, whole where parts of a tensor would be stepped otherwise.
+
+        `kind` is a name of plans or a class of optimizers, None the one that was planned; `params`
+        as for `whole_tensor_optimizer`. Matrices of Muon, Adafactor and Shampoo, and all that ranks
+        hold parts of where an unknown kind's step of an element depends on others of its tensor,
+        are stepped by owners, as by `whole_tensor_optimizer`; all else where it is. Of "muon"
+        without `params`, tables and the last product's weights are stepped by AdamW. Raises
+        `ArgumentError` for a name without a class.
+        """
+        kind = self._problem.optimizer if kind is None else kind
+        make = BY_NAME.get(kind) if isinstance(kind, str) else kind
+        if make is None or not callable(make):
+            raise ArgumentError.refused(
+                "make_optimizer: kind", kind, legal=[*BY_NAME],
+                way_out="give the class that you train with: make_optimizer(ItsClass, lr=...)",
+            )  # fmt: skip
+        name = kind if isinstance(kind, str) else named_kind(kind)
+        matrices = matrices_of(self._problem.graph, optimizer_named(name)) if name else {}
+        held, place = self.runtime.stage_parameters, self.runtime.place
+        if params is None:
+            params = [p.api for p in held if p.trainable]
+            if make is Muon:
+                split = [(p.api, p.value in matrices) for p in held if p.trainable]
+                params = [
+                    {"params": [p for p, is_matrix in split if is_matrix is adapt], "adapt": adapt}
+                    for adapt in (True, False)
+                ]
+        whole = stepped_whole(make, options, name=name, matrices=matrices, held=held, place=place)
+        if not whole:
+            return make(params, **options)
+        return WholeTensors(make, params, held=held, place=place, options=options, whole=whole)
 
     def whole_tensor_optimizer(
         self,

@@ -16,11 +16,10 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.operators import Problem
 from meshwright.executor.devices import Clock
 from meshwright.executor.errors import BatchError, OptimizerError
-from meshwright.executor.parameters import clip_
+from meshwright.executor.parameters import clip_, name_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import MeasuredStep, Stopwatch, timed_step
 from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, TokenCount, logger_for
-from meshwright.optim import name_of
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.pricing import Evaluator

@@ -1,0 +1,204 @@
+"""`result.make_optimizer`: whole where parts of a tensor would be stepped otherwise; else in place,
+and what one device does under every plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.executor.parameters import WholeTensors
+from meshwright.optim import LAMB, Muon
+from meshwright.profiles.inputs import ArgumentError
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+
+ROWS, WORDS, STEPS = 8, 12, 3
+PLANS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "zero1": {"dp": 2, "zero": 1},
+    "zero2": {"dp": 2, "zero": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "tp2": {"tp": 2, "shardings": {"layers.0": "colwise", "layers.2": "rowwise"}},
+    "pp2": {"pp": 2, "schedule": "1f1b", "num_microbatches": 2},
+}
+
+
+class Shampoo(torch.optim.Optimizer):
+    """A user's: roots of sums over whole matrices (Gupta et al., arXiv 1802.09568)."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                g = p.grad.flatten(1) if p.ndim > 1 else p.grad[:, None]
+                state = self.state[p]
+                for name, gram in (("left", g @ g.T), ("right", g.T @ g)):
+                    state[name] = state.get(name, 1e-2 * torch.eye(len(gram))) + gram
+                p.sub_(
+                    (_root(state["left"]) @ g @ _root(state["right"])).reshape(p.shape),
+                    alpha=group["lr"],
+                )
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * values.clamp(min=1e-12) ** -0.25) @ vectors.T
+
+
+class Rounded(torch.optim.Optimizer):
+    """A user's of no name: gradients in 16 levels of the largest of their tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                level = p.grad.abs().max() / 8
+                p.sub_((p.grad / level).round() * level, alpha=group["lr"])
+
+
+class Signs(torch.optim.Optimizer):
+    """A user's of elements."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "muon": ("muon", {"lr": 1e-2}),
+    "adafactor": ("adafactor", {"lr": 1e-2, "eps": (1e-16, 1e-3)}),
+    "lamb": (LAMB, {"lr": 1e-2}),
+    "shampoo": (Shampoo, {"lr": 1e-2}),
+    "rounded": (Rounded, {}),
+    "signs": (Signs, {"lr": 1e-3}),
+    "adamw": ("adamw", {"lr": 1e-3, "eps": 1e-4}),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh())
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.table(x))).flatten(0, 1)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randint(0, WORDS, (ROWS, 4), generator=draw)
+    return x, torch.randint(0, WORDS, (ROWS * 4,), generator=draw)
+
+
+def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels.flatten())
+
+
+def planned(plan: str, optimizer: str = "adamw") -> Any:
+    x, y = batch()
+    return auto_parallelize(
+        net(),
+        Cluster.local(2, "cpu", measure=False),
+        example_inputs=(x, y.view(ROWS, 4)),
+        global_batch_size=ROWS,
+        loss_fn=loss_of,
+        precision="fp32",
+        optimizer=optimizer,
+        overrides=Overrides(**PLANS[plan]),
+    )
+
+
+def of_one_device(name: str) -> dict[str, torch.Tensor]:
+    model, (x, y) = net(), batch()
+    kind, options = KINDS[name]
+    params: Any = model.parameters()
+    if name == "muon":
+        matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
+        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        params = [{"params": matrices}, {"params": others, "adapt": False}]
+    made = {"muon": Muon, "adafactor": torch.optim.Adafactor, "adamw": torch.optim.AdamW}
+    optimizer = made.get(name, kind)(params, **options)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def trained(plan: str) -> dict[str, tuple[bool, dict[str, torch.Tensor]]]:
+    """By kind whether some are stepped by owners, and the weights; half way the optimizer is made
+    anew from its states."""
+    found, (x, y) = {}, batch()
+    for name, (kind, options) in KINDS.items():
+        result = planned(plan)
+        optimizer = result.make_optimizer(kind, **options)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            result.train_step((x, y.view(ROWS, 4)))
+            optimizer.step()
+            if step == 0 and isinstance(optimizer, WholeTensors):
+                states = optimizer.state_dict()
+                optimizer = result.make_optimizer(kind, **options)
+                optimizer.load_state_dict(states)
+        whole = {k: w.clone() for k, w in result.full_state_dict().items()}
+        found[name] = isinstance(optimizer, WholeTensors), whole
+    return found
+
+
+OWNED = {
+    "dp2": {"muon", "shampoo"},  # products are shared out, and no tensor is in parts
+    "pp2": set[str](),  # each stage on one rank
+}
+CUT = {"muon", "adafactor", "shampoo", "rounded"}
+
+
+@pytest.mark.parametrize(
+    "plan", tiered(PLANS, ("zero1", "pp2").__contains__, "a plan that cuts and one that does not")
+)
+def test_weights_are_those_of_one_device(plan: str) -> None:
+    found = on_ranks(2, trained, plan)
+    assert {name for name, (owned, _) in found.items() if owned} == OWNED.get(plan, CUT)
+    for name, (_, weights) in found.items():
+        atol = 2e-3 if name == "muon" else 1e-5  # its products are in bf16
+        for fqn, x in of_one_device(name).items():
+            torch.testing.assert_close(weights[fqn], x, rtol=1e-4, atol=atol, msg=f"{name} {fqn}")
+
+
+def refused() -> list[str]:
+    said = []
+    for kind in ("adamw8bit", "Muon", 3):
+        with pytest.raises(ArgumentError) as error:
+            planned("dp2").make_optimizer(kind)
+        said.append(str(error.value))
+    made = planned("dp2", "muon").make_optimizer(lr=0.1)
+    assert isinstance(made, WholeTensors) and isinstance(made.inner, Muon)
+    assert [group["adapt"] for group in made.param_groups] == [True, False]
+    return said
+
+
+def test_what_has_no_class_is_refused_and_none_is_the_planned_one() -> None:
+    for said in on_ranks(2, refused):
+        assert "legal: adam" in said and "make_optimizer(ItsClass" in said
