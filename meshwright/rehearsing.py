@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.costmodel.memory import optimizer_named
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision
 from meshwright.executor.errors import RehearsalError
@@ -54,12 +55,15 @@ def rehearse_plan(
                 "torch.optim.AdamW(params, lr=1e-3), or None"
             ),
         )
-    make = optimizer or BY_NAME.get(problem.optimizer)
+    owned = problem.stepped.matrices is not None
+    make = optimizer or (None if owned else BY_NAME.get(problem.optimizer))
     if make is None:
+        why = "the owners of whole matrices are not rehearsed" if owned else "torch has none"
+        known = [name for name in sorted(BY_NAME) if optimizer_named(name).matrices is None]
         raise RehearsalError(
-            f"torch has no optimizer {problem.optimizer!r}",
+            f"optimizer {problem.optimizer!r}: {why}",
             place="rehearse",
-            legal=f"{sorted(BY_NAME)}, or give yours: rehearse(optimizer=lambda params: ...)",
+            legal=f"{known}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
     details = report.details
     priced = details.evaluation if details else pricing.Evaluator(problem).price(checked.plan)

@@ -50,13 +50,14 @@ def model_states(
     dp: A | int,
     optimizer: Optimizer,
     target: Target = EAGER,
-    host: float = 0.0,
-    sent: float = 0.0,
+    away: tuple[float, float] = (0.0, 0.0),
     moments: tuple[A, A] | None = None,
 ) -> ModelStates[A]:
     """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them,
-    whose weights are computed with in `weight_bytes` an element. `moments` are bytes of theirs, not
-    divided and divided, where these depend on shapes."""
+    whose weights are computed with in `weight_bytes` an element. `away` are the parts of the states
+    that lie in host memory, and of the gradients that are sent there; `moments` bytes of theirs,
+    not divided and divided, where these depend on shapes."""
+    host, sent = away
     kept = optimizer.kept_bytes
     whole, divided = moments or (numel * optimizer.moments, numel * optimizer.moments / dp)
     mixed = weight_bytes < kept

@@ -193,11 +193,12 @@ def _orthogonal(x: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.flatten(1).bfloat16() if x.ndim != 3 else x.bfloat16()
     turned = x.shape[-2] > x.shape[-1]
     x = x.mT if turned else x
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps)
+    x = x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
     a, b, c = _QUINTIC
+    added = torch.baddbmm if x.ndim == 3 else torch.addmm
     for _ in range(NEWTON_SCHULZ):
         gram = x @ x.mT
-        x = torch.add(a * x, (b * gram + c * (gram @ gram)) @ x)
+        x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     found: torch.Tensor = (x.mT if turned else x).reshape(shape)
     return found
 

@@ -715,8 +715,7 @@ class MemoryFloor:
                 dp=sharing.among(mesh.holders),
                 optimizer=problem.stepped,
                 target=problem.target,
-                host=self.space.most_away.states,
-                sent=self.space.most_away.states,
+                away=(self.space.most_away.states,) * 2,
                 moments=(
                     part * self._moments / (mesh.holders if problem.stepped.matrices else 1),
                     part * self._moments / sharing.among(mesh.holders),

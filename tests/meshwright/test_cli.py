@@ -445,7 +445,7 @@ def test_the_report_is_printed_where_the_plan_can_not_be_rehearsed(capsys: Captu
     assert main([*FOUR, "--dp", "8", "--rehearse", "--optimizer", "lion"]) == 1
     out, err = capsys.readouterr()
     assert "Chosen: dp8" in out and "ehearsed" not in out
-    assert "error: rehearse: torch has no optimizer 'lion'" in err
+    assert "error: rehearse: optimizer 'lion': torch has none" in err
 
 
 # --- run -----------------------------------------------------------------------------------------
