@@ -72,7 +72,7 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForMatrices:
-    """What an optimizer keeps and does for a matrix of so many rows and columns: `states` in
+    """An optimizer's step of a matrix of so many rows and columns: what it keeps, its `states` in
     words, its `products`, in `dtype`, of one step; of an element the `moved` words that it reads
     and writes beside them, by so many `operators`, and the bytes that it makes at once (`made`, in
     fp32). With `but_ends` tables and the last product's weights are stepped as other

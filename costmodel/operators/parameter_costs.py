@@ -144,51 +144,57 @@ class ParameterPricer:
         """Entries of the optimizer's step of a parameter, without and with ZeRO."""
         shards = self.shard_count(value, placement)
         for column, parts in (("optimizer_s", 1), ("shard_s", shards)):
+            if value not in self.matrices:
+                yield self._of_elements(column, self.numel(value, placement), parts)
+                continue
+            own = self._of_matrix(column, value)
             if self.owned_numel(value, placement, divided=parts > 1):
-                yield from self._stepped_whole(column, value, placement, parts)
+                # there may be fewer matrices than ranks
+                yield own.times(1 / min(self.setting.mesh.devices, len(self.matrices)))
+                yield from self._to_owners_and_back(column, value, placement, parts)
             else:
-                yield self._stepped_in_place(column, value, placement, parts)
+                yield own
 
-    def _stepped_in_place(self, column: str, value: str, placement: Placement, parts: int) -> Entry:
-        """Entry of a rank's own part of a parameter, of which ZeRO makes so many."""
-        setting, numel = self.setting, self.numel(value, placement)
+    def _of_elements(self, column: str, numel: float, parts: int) -> Entry:
+        """Entry of the step of a rank's own elements of a parameter, divided in so many parts."""
+        setting = self.setting
         optimizer, on = setting.optimizer, setting.cluster.device
-        matrices = optimizer.matrices if value in self.matrices else None
-        moved = setting.kept_bytes * matrices.moved if matrices else optimizer.moved
+        moved = numel * optimizer.moved * setting.target.optimizer_passes
         issued = optimizer.issues(on.kind, alone=setting.in_backward) * on.launch_overhead_s
-        nbytes = numel * moved * setting.target.optimizer_passes
-        stepped = self._streamed(column, "optimizer", nbytes)
+        stepped = self._streamed(column, "optimizer", moved)
         if setting.in_backward and on.kind != "cpu":  # a host issues it ahead of the device
             issued = max(issued - stepped.seconds, 0.0)
         stepped = stepped.times(1 / parts)
         return stepped._replace(seconds=stepped.seconds + issued)
 
-    def _stepped_whole(
-        self, column: str, value: str, placement: Placement, shards: int
-    ) -> Iterator[Entry]:
-        """Entries of a matrix that one rank steps for all: of each rank its part of all of these,
-        of which there may be fewer than ranks."""
-        setting, sides = self.setting, self.matrices[value]
-        matrices, on, kept = setting.optimizer.matrices, setting.cluster.device, setting.kept_bytes
+    def _of_matrix(self, column: str, value: str) -> Entry:
+        """Entry of the step of a whole matrix on one rank."""
+        sides, on, kept = self.matrices[value], self.setting.cluster.device, self.setting.kept_bytes
+        matrices = self.setting.optimizer.matrices
         assert matrices is not None
-        numel, holders = self.graph.values[value].numel, self.holders(value, placement)
-        parts = setting.mesh.devices // holders
-        if shards > 1:
-            group, local = setting.group(size=shards, stride=parts), self.numel(value, placement)
-            yield setting.collective(column, "all_gather", kept * local, group, calls=2)
-        among = setting.group(size=parts, stride=1)
-        if self.numel(value, placement) < numel:
-            yield setting.collective(column, "all_gather", kept * numel, among, "tensor", 2)
-        moved = numel * kept * matrices.moved
+        moved = self.graph.values[value].numel * kept * matrices.moved
         seconds = stream_seconds(on, moved) + matrices.operators * on.launch_overhead_s
         flops = 0.0
-        for m, n, k, batch in matrices.products(sides.rows, sides.columns):
-            batch *= sides.stacked
+        for m, n, k, each in matrices.products(sides.rows, sides.columns):
+            batch = each * sides.stacked
             nbytes = kept * batch * (m * k + k * n + m * n)
             seconds += matmul_seconds(on, matrices.dtype, m, n, k, batch, nbytes)
             flops += 2 * m * n * k * batch
-        step = Entry(column, "optimizer", seconds, flops=flops, moved_bytes=moved)
-        yield step.times(1 / min(setting.mesh.devices, len(self.matrices)))
+        return Entry(column, "optimizer", seconds, flops=flops, moved_bytes=moved)
+
+    def _to_owners_and_back(
+        self, column: str, value: str, placement: Placement, shards: int
+    ) -> Iterator[Entry]:
+        """Entries of a matrix and its gradient on their way to an owner, and of it to all."""
+        setting, kept = self.setting, self.setting.kept_bytes
+        numel, holders = self.graph.values[value].numel, self.holders(value, placement)
+        parts, local = setting.mesh.devices // holders, self.numel(value, placement)
+        among = setting.group(size=parts, stride=1)
+        if shards > 1:
+            group = setting.group(size=shards, stride=parts)
+            yield setting.collective(column, "all_gather", kept * local, group, calls=2)
+        if local < numel:
+            yield setting.collective(column, "all_gather", kept * numel, among, "tensor", 2)
         apart = setting.group(size=holders, stride=parts)
         yield setting.collective(column, "broadcast", kept * numel, apart)
         yield setting.collective(column, "broadcast", kept * numel, among, "tensor")

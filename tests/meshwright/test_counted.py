@@ -9,7 +9,8 @@ import torch
 from torch import optim
 
 from meshwright.costmodel.operators import Problem
-from meshwright.optim import LAMB, LARS, name_of
+from meshwright.executor.parameters import name_of
+from meshwright.optim import LAMB, LARS, Muon
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.search.search import Search
@@ -22,7 +23,8 @@ from tests.helpers.planning import linears, problem_of
 MADE = {
     "adamw": optim.AdamW, "adamw_fused": partial(optim.AdamW, fused=True), "adam": optim.Adam,
     "sgd": partial(optim.SGD, lr=0.1), "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
-    "adagrad": optim.Adagrad, "lamb": LAMB, "lars": LARS,
+    "adagrad": optim.Adagrad, "lamb": LAMB, "lars": LARS, "muon": Muon,
+    "adafactor": optim.Adafactor,
 }  # fmt: skip
 
 

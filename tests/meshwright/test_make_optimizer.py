@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize
-from meshwright.executor.parameters import WholeTensors
+from meshwright.executor.parameters import WholeTensors, local_of
 from meshwright.optim import LAMB, Muon
+from meshwright.planner.overrides import OverrideError
+from meshwright.planner.plan import PlanError
+from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import ArgumentError
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
@@ -185,6 +189,58 @@ def test_weights_are_those_of_one_device(plan: str) -> None:
         atol = 2e-3 if name == "muon" else 1e-5  # its products are in bf16
         for fqn, x in of_one_device(name).items():
             torch.testing.assert_close(weights[fqn], x, rtol=1e-4, atol=atol, msg=f"{name} {fqn}")
+
+
+def kept(plan: str) -> tuple[float, float]:
+    """Bytes of all ranks' moments after a step of Muon, and as they are priced."""
+    result, (x, y) = planned(plan, "muon"), batch()
+    optimizer = result.make_optimizer(lr=1e-2)
+    result.train_step((x, y.view(ROWS, 4)))
+    optimizer.step()
+    own = sum(
+        local_of(x).nbytes
+        for state in optimizer.state.values()
+        for name, x in state.items()
+        if name != "step"
+    )
+    everywhere = [0] * 2
+    dist.all_gather_object(everywhere, own)
+    stages = Evaluator(result._problem).price(result.plan).priced
+    priced = [
+        sum(walk.pricer.parameters.moment_bytes(v, at)[result.plan.stages[0].zero > 0] for v, at in
+            {pair for block in walk.blocks for pair in block.parameters})
+        for walk in stages
+    ]  # fmt: skip
+    return sum(everywhere), 2 * sum(priced)
+
+
+@pytest.mark.parametrize(
+    "plan", tiered(("dp2", "zero1", "tp2"), "zero1".__eq__, "ZeRO's division, the harder one")
+)
+def test_moments_of_all_ranks_are_those_that_are_priced(plan: str) -> None:
+    found, priced = on_ranks(2, kept, plan)
+    assert found == pytest.approx(priced)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"offload": {"optimizer": 1.0}}, "offload"),
+        ({"offload": {"optimizer": 1.0, "weights": 1.0}}, "offload"),
+        ({"post_validation": True, "pp": 2}, "post_validation"),
+        ({"optimizer_in_backward": True}, "optimizer_in_backward"),
+    ],
+)
+def test_what_whole_matrices_rule_out_is_refused(given: Any, says: str) -> None:
+    asked: Any = {
+        "cluster": Cluster.from_catalog("h100-sxm", devices_per_node=2),
+        "example_inputs": batch(), "global_batch_size": ROWS, "loss_fn": loss_of,
+    }  # fmt: skip
+    with pytest.raises(OverrideError, match=rf"{says}.*'muon'.*optimizer='adamw'"):
+        auto_parallelize(net(), optimizer="muon", overrides=Overrides(**given), **asked)
+    plan = auto_parallelize(net(), overrides=Overrides(**given), **asked).plan
+    with pytest.raises(PlanError, match=r"muon steps each matrix whole.*optimizer='adamw'"):
+        auto_parallelize(net(), optimizer="muon", plan=plan, **asked)
 
 
 def refused() -> list[str]:

@@ -1,4 +1,5 @@
-"""LAMB and LARS beside their papers' formulas, written out for numbers; rules of learning rates."""
+"""LAMB and LARS beside their papers' formulas, written out for numbers, Muon beside torch's; rules
+of learning rates."""
 
 import math
 from copy import deepcopy
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright import MeshwrightError
-from meshwright.optim import LAMB, LARS, betas_of_adam, linear_rate, square_root_rate, warmup
+from meshwright.optim import LAMB, LARS, Muon, betas_of_adam, linear_rate, square_root_rate, warmup
 
 SHAPES, STEPS = ((3, 4), (5,)), 4
 
@@ -136,6 +137,49 @@ def test_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(MeshwrightError, match="LAMB: a gradient is sparse"):
         LAMB(table.parameters()).step()
+
+
+def stepped(kind: Any, shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(3)
+    weight = nn.Parameter(torch.randn(shape, generator=draw))
+    optimizer = kind([weight], **options)
+    for _ in range(STEPS):
+        weight.grad = torch.randn(shape, generator=draw)
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7)])
+def test_matrices_are_stepped_as_by_torch_s_muon(shape: tuple[int, ...]) -> None:
+    given: Any = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    wanted = stepped(torch.optim.Muon, shape, **given, adjust_lr_fn="match_rms_adamw")
+    torch.testing.assert_close(stepped(Muon, shape, **given), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_vectors_and_what_does_not_adapt_are_stepped_by_adamw() -> None:
+    given: Any = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}
+    for shape, adapt in ((5,), True), ((4, 3), False):
+        wanted = stepped(torch.optim.AdamW, shape, **given)
+        torch.testing.assert_close(stepped(Muon, shape, **given, adapt=adapt), wanted)
+
+
+def test_a_stack_is_stepped_matrix_by_matrix_and_a_convolution_as_one() -> None:
+    for shape, alike in (((3, 6, 10), None), ((6, 5, 2, 1), (6, 10))):
+        draw = torch.Generator().manual_seed(3)
+        whole = nn.Parameter(torch.randn(shape, generator=draw))
+        parts = (
+            [nn.Parameter(whole.detach().reshape(alike).clone())]
+            if alike
+            else [nn.Parameter(x.clone()) for x in whole.detach()]
+        )
+        optimizer, others = Muon([whole], lr=0.1), [Muon([p], lr=0.1) for p in parts]
+        whole.grad = torch.randn(shape, generator=draw)
+        for p, x in zip(parts, [whole.grad] if alike else whole.grad, strict=True):
+            p.grad = x.reshape(p.shape).clone()
+        for each in (optimizer, *others):
+            each.step()
+        found = torch.stack([p.detach() for p in parts]).reshape(shape)
+        torch.testing.assert_close(whole.detach(), found, rtol=1e-3, atol=1e-3)
 
 
 def test_rates_follow_the_rows() -> None:

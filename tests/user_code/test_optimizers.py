@@ -138,7 +138,8 @@ def test_each_is_right_or_refused(plan: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_habits_are_seen(name: str) -> None:
     defaults = made(name, [nn.Parameter(torch.randn(4, 4))]).defaults
-    expected = Habits(looks_across=name == "LBFGS", indexes=name == "Rprop")
+    within = name in ("Adafactor", "LBFGS", "Muon")
+    expected = Habits(looks_across=name == "LBFGS", looks_within=within, indexes=name == "Rprop")
     assert habits(getattr(torch.optim, name), defaults) == expected
 
 
@@ -164,5 +165,5 @@ class NeedsMore(torch.optim.Optimizer):
 
 
 def test_habits_of_others() -> None:
-    assert habits(Prodigious, {"lr": 0.1}) == Habits(looks_across=True)
+    assert habits(Prodigious, {"lr": 0.1}) == Habits(looks_across=True, looks_within=True)
     assert habits(NeedsMore, {}) == Habits()
