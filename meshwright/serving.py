@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from meshwright.api import Arguments, asked
-from meshwright.costmodel.operators import Problem
 from meshwright.planner.serving import Asked, Forwards, Serving, Servings, attentions
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import ArgumentError
@@ -28,28 +27,21 @@ def plan_serving(model: nn.Module, cluster: Cluster, questions: Asked, **argumen
     plan keeps; ValueError as `auto_parallelize`.
     """
     checked(questions)
-    arguments = {"global_batch_size": 1, "memory_margin": None, **arguments}
-    margin = arguments.pop("memory_margin")
-    question = asked(model, cluster, Arguments(**arguments))
+    margin = arguments.pop("memory_margin", MARGIN)
+    return Servings(forwards_of(model, cluster, **arguments), questions, margin).served()
+
+
+def forwards_of(model: nn.Module, cluster: Cluster, **arguments: Any) -> Forwards:
+    """Prices of a model's forwards; raises as `plan_serving`."""
+    question = asked(model, cluster, Arguments(**{"global_batch_size": 1, **arguments}))
     logits, _ = logits_and_ids(question.traced)
-    return served(question.problem, logits, windows_of(model), questions, margin)
-
-
-def served(
-    problem: Problem,
-    logits: str,
-    windows: Sequence[int | None],
-    questions: Asked,
-    margin: float | None = None,
-) -> Serving:
-    """`plan_serving` of a traced model."""
-    forwards = Forwards(problem, attentions(problem.graph, windows), logits)
-    return Servings(forwards, questions, MARGIN if margin is None else margin).served()
+    problem = question.problem
+    return Forwards(problem, attentions(problem.graph, windows_of(model)), logits)
 
 
 def checked(questions: Asked) -> None:
     """Raise `ArgumentError` for numbers that ask for nothing."""
-    for name in ("prompt", "new", "rows"):
+    for name in ("prompt", "new", "rows", "tp", "pp"):
         value = getattr(questions, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError.refused(name, value, legal="an integer from 1")

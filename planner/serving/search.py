@@ -21,7 +21,8 @@ MOST_ROWS = 1 << 14  # of a replica
 class Asked:
     """Tokens of a prompt and after it, and bounds on the seconds to a first token and between
     tokens (None: any); `rows` at once on each replica, None: as many as pay; new tokens a second
-    that are wanted of as few devices as may be, None: as many as may be of all."""
+    that are wanted of as few devices as may be, None: as many as may be of all; a tensor axis and
+    stages that are decided (`tp`, `pp`)."""
 
     prompt: int
     new: int
@@ -29,6 +30,8 @@ class Asked:
     first_s: float | None = None
     rows: int | None = None
     tokens_per_s: float | None = None
+    tp: int | None = None
+    pp: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +75,13 @@ class ServingPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """The best way to serve, and of each tensor axis and number of stages the best (`plans`, best
-    first); numbers that are kept of a token in bytes on all devices, those of a plain cache where
-    heads share none (`plain_bytes`), and the memory of a device."""
+    first), and the one with most rows at once (`fits`); numbers that are kept of a token in bytes
+    on all devices, those of a plain cache where heads share none (`plain_bytes`), and the memory of
+    a device."""
 
     asked: Asked
     plans: tuple[ServingPlan, ...]
+    fits: tuple[ServingPlan, ...]
     token_bytes: float
     plain_bytes: float
     memory_bytes: float
@@ -85,20 +90,27 @@ class Serving:
     def best(self) -> ServingPlan:
         return self.plans[0]
 
+    def price_per_million(self, price_per_hour: float) -> float:
+        """Money for a million new tokens of the best plan, at a price per device and hour."""
+        return 1e6 * price_per_hour / 3600 / self.best.tokens_per_device_s
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {
             "asked": asdict(self.asked),
             "token_bytes": self.token_bytes,
             "plain_bytes": self.plain_bytes,
-            "plans": [
-                {
-                    **asdict(plan),
-                    "devices": plan.devices,
-                    "tokens_per_device_s": plan.tokens_per_device_s,
-                }
-                for plan in self.plans
-            ],
+            **{
+                name: [
+                    {
+                        **asdict(plan),
+                        "devices": plan.devices,
+                        "tokens_per_device_s": plan.tokens_per_device_s,
+                    }
+                    for plan in plans
+                ]
+                for name, plans in (("plans", self.plans), ("fits", self.fits))
+            },
         }
 
     def __str__(self) -> str:
@@ -151,13 +163,13 @@ class Servings:
             raise self._too_slow(found)
         wanted = self.asked.tokens_per_s
         if wanted:
-            most = max(kept, key=lambda plan: plan.tokens_per_s)
-            if most.tokens_per_s < wanted:
+            largest = max(kept, key=lambda plan: plan.tokens_per_s)
+            if largest.tokens_per_s < wanted:
                 raise ServingError(
-                    f"={wanted:g}: the most that keeps the bounds is {most.tokens_per_s:,.0f} "
-                    f"tokens/s on {most.devices} devices (tp={most.tp}, pp={most.pp})",
+                    f"={wanted:g}: the most that keeps the bounds is {largest.tokens_per_s:,.0f} "
+                    f"tokens/s on {largest.devices} devices (tp={largest.tp}, pp={largest.pp})",
                     place="tokens_per_s",
-                    legal=f"at most {most.tokens_per_s:,.0f}",
+                    legal=f"at most {largest.tokens_per_s:,.0f}",
                     way_out="more devices, or looser bounds",
                 )
             kept = [
@@ -171,13 +183,16 @@ class Servings:
                 return plan.devices, plan.token_s, plan.first_s
             return -plan.tokens_per_s, plan.devices, plan.token_s
 
-        best = dict[tuple[int, int], ServingPlan]()
+        best, most = dict[tuple[int, int], ServingPlan](), dict[tuple[int, int], ServingPlan]()
         for plan in sorted(kept, key=worth):
             best.setdefault((plan.tp, plan.pp), plan)
+        for plan in sorted(found, key=lambda plan: plan.rows):
+            most[plan.tp, plan.pp] = plan
         attention, itemsize = self.forwards.attention.values(), self.forwards.problem.weight_bytes
         return Serving(
             asked=self.asked,
             plans=tuple(best.values()),
+            fits=tuple(most.values()),
             token_bytes=float(sum(itemsize * layer.kept for layer in attention)),
             plain_bytes=float(sum(itemsize * 2 * x.heads * x.width for x in attention)),
             memory_bytes=self.cluster.device.memory_bytes,
@@ -240,11 +255,13 @@ class Servings:
 
     def _degrees(self) -> list[int]:
         node = self.cluster.devices_per_node
-        return [tp for tp in range(1, node + 1) if node % tp == 0 and self.forwards.legal(tp)]
+        legal = [tp for tp in range(1, node + 1) if node % tp == 0 and self.forwards.legal(tp)]
+        return _decided("tp", self.asked.tp, legal)
 
     def _stages(self, tp: int) -> list[int]:
         layers, left = len(self.forwards.attention), self.cluster.num_devices // tp
-        return [pp for pp in (1 << k for k in range(left.bit_length())) if pp <= min(layers, left)]
+        counts = [1 << k for k in range(left.bit_length())]
+        return _decided("pp", self.asked.pp, [pp for pp in counts if pp <= min(layers, left)])
 
     def most_rows(self, tp: int, pp: int) -> int:
         """The most rows that a replica keeps at once, 0 where its weights don't fit: rows of a
@@ -331,3 +348,12 @@ class Servings:
                 seconds += forwards.send_s(tp, stop, tokens)
             found.append(seconds)
         return found
+
+
+def _decided(name: str, wanted: int | None, legal: list[int]) -> list[int]:
+    """The values that are left of what is legal. Raises `ServingError` for another."""
+    if wanted is None:
+        return legal
+    if wanted not in legal:
+        raise ServingError(f"={wanted}", place=f"serving: {name}", legal=legal, way_out="take one")
+    return [wanted]
