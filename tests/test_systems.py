@@ -39,6 +39,7 @@ from tests.helpers.tiny import cut, net, plan_for, with_stage
 from tests.models.models import CASES as MODELS
 from tests.parity.parity_cells import Cell, plan_of
 from tests.planner.pricing.test_segments import INPUT, SAVED, segment
+from tests.planner.serving import served
 
 Measured = tuple[Mapping[str, float], list[float]]  # symbols; a number for each formula of a cell
 EVERY = [system for family in FAMILIES for system in systems(family)]
@@ -103,6 +104,17 @@ def matrix_sent(optimizer: str) -> Measured:
     entries, _ = pricer.parameters.priced(named, R)
     step = [entry for entry in entries if entry.column in ("reduce_s", "optimizer_s")]
     return symbols, [sum(entry.sent_bytes for entry in step)]
+
+
+def kept_of_tokens(name: str) -> Measured:
+    """Bytes that three rows of 16 tokens keep."""
+    found = served.forwards(name, Cluster.from_catalog("h100-sxm"), precision="bf16")
+    symbols = {
+        "b": 3, "l": served.SMALL["num_hidden_layers"], "h": served.SMALL["hidden_size"], "s": 10,
+        "n": 6, "k": 2, "a": served.SMALL["num_attention_heads"],
+        "r": served.LATENT["kv_lora_rank"] + served.LATENT["qk_rope_head_dim"],
+    }  # fmt: skip
+    return symbols, [3 * sum(found.kept_bytes(1, 16))]
 
 
 def priced(
@@ -464,6 +476,9 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     "Shampoo": {
         "volume": partial(matrix_sent, "shampoo"), "memory": partial(matrix_states, "shampoo"),
     },
+    "Keys and values kept": {"memory": partial(kept_of_tokens, "llama")},
+    "Grouped heads": {"memory": partial(kept_of_tokens, "grouped")},
+    "Latent attention": {"memory": partial(kept_of_tokens, "latent")},
     "LoRA": {"memory": frozen},
 }  # fmt: skip
 # of what is here, with the reason
