@@ -9,6 +9,7 @@ from functools import partial
 
 from meshwright.executor.parameters import LAMB, LARS, Muon
 from meshwright.profiles.inputs import ArgumentError, shown
+from meshwright.profiles.inputs.limits import is_number
 
 __all__ = ["LAMB", "LARS", "Muon", "betas_of_adam", "linear_rate", "square_root_rate", "warmup"]
 
@@ -16,13 +17,13 @@ __all__ = ["LAMB", "LARS", "Muon", "betas_of_adam", "linear_rate", "square_root_
 def linear_rate(lr: float, rows: int, rows_before: int) -> float:
     """The rate for steps of `rows`, in proportion to the rows, where `lr` was good for
     `rows_before`: SGD's rule, with a warm-up (Goyal et al., arXiv 1706.02677)."""
-    return lr * _times(rows, rows_before)
+    return _rate(lr) * _times(rows, rows_before)
 
 
 def square_root_rate(lr: float, rows: int, rows_before: int) -> float:
     """The rate for steps of `rows`, by the root of the rows: the rule of adaptive optimizers (Adam:
     Malladi et al., arXiv 2205.10287; LAMB: arXiv 1904.00962, section 4)."""
-    return lr * math.sqrt(_times(rows, rows_before))
+    return _rate(lr) * math.sqrt(_times(rows, rows_before))
 
 
 def betas_of_adam(betas: tuple[float, float], rows: int, rows_before: int) -> tuple[float, float]:
@@ -30,6 +31,9 @@ def betas_of_adam(betas: tuple[float, float], rows: int, rows_before: int) -> tu
     the rows, beside the rate of `square_root_rate` and eps over the root of as many times (Malladi
     et al., arXiv 2205.10287, square root scaling rule). Raises `ArgumentError` where one would be
     below 0."""
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ArgumentError.refused("betas_of_adam: betas", betas, legal="two numbers from 0 to 1")
     times = _times(rows, rows_before)
     found = tuple(1 - times * (1 - beta) for beta in betas)
     if min(found) < 0:
@@ -47,6 +51,8 @@ def warmup(steps: int, total: int | None = None, power: float = 1.0) -> Callable
     for name, value in (("steps", steps), ("total", total)):
         if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError.refused(f"warmup: {name}", value, legal="an integer from 1")
+    if not is_number(power) or power < 0:
+        raise ArgumentError.refused("warmup: power", power, legal="a number from 0")
     if total is not None and total <= steps:
         raise ArgumentError.refused("warmup: total", total, legal=f"more than steps={steps}")
     return partial(_factor, steps, total, power)
@@ -66,3 +72,9 @@ def _times(rows: int, rows_before: int) -> float:
         if type(value) is not int or value < 1:
             raise ArgumentError.refused(name, value, legal="an integer from 1")
     return rows / rows_before
+
+
+def _rate(lr: float) -> float:
+    if not is_number(lr) or lr < 0:
+        raise ArgumentError.refused("lr", lr, legal="a number from 0")
+    return lr

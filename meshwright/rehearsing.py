@@ -64,6 +64,7 @@ def rehearse_plan(
             f"optimizer {problem.optimizer!r}: {why}",
             place="rehearse",
             legal=f"{known}, or give yours: rehearse(optimizer=lambda params: ...)",
+            way_out="plan with one of those" if owned else "give yours",
         )
     details = report.details
     priced = details.evaluation if details else pricing.Evaluator(problem).price(checked.plan)

@@ -44,21 +44,21 @@ NEWTON_SCHULZ = 5  # iterations of Muon
 
 
 class Sides(NamedTuple):
-    """A parameter as so many (`stacked`) matrices of `rows` and `columns`: of 3 dims a stack of
-    them, of more the first dim by all others."""
+    """A parameter as so many (`stacked`) matrices of `rows` and `columns`."""
 
     stacked: int
     rows: int
     columns: int
 
     @staticmethod
-    def of(shape: Sequence[int]) -> Sides | None:
-        """Sides of a parameter of a shape; None for a vector, or nothing."""
+    def of(shape: Sequence[int], *, flat: bool = True) -> Sides | None:
+        """Sides of a parameter of a shape, None for a vector, or nothing: of 3 dims a stack, of
+        more the first dim by all others, or (not `flat`) a stack by the last two."""
         if len(shape) < 2 or 0 in shape:
             return None
-        if len(shape) == 3:
-            return Sides(*shape)
-        return Sides(1, shape[0], math.prod(shape[1:]))
+        if flat and len(shape) != 3:
+            return Sides(1, shape[0], math.prod(shape[1:]))
+        return Sides(math.prod(shape[:-2]), shape[-2], shape[-1])
 
 
 class Multiplied(NamedTuple):
@@ -76,7 +76,7 @@ class ForMatrices:
     words, its `products`, in `dtype`, of one step; of an element the `moved` words that it reads
     and writes beside them, by so many `operators`, and the bytes that it makes at once (`made`, in
     fp32). With `but_ends` tables and the last product's weights are stepped as other
-    parameters."""
+    parameters; of more than three dims it takes matrices as `Sides.of` says of `flat`."""
 
     states: Callable[[float, float], float]
     products: Callable[[float, float], Sequence[Multiplied]]
@@ -85,6 +85,7 @@ class ForMatrices:
     made: float
     operators: int
     but_ends: bool = False
+    flat: bool = True
 
 
 def _newton_schulz(rows: float, columns: float) -> Sequence[Multiplied]:
@@ -117,7 +118,8 @@ class Optimizer:
     type or (`typed`) of one of their own; what a step reads and writes (`moved`), and what it makes
     beside that on a GPU, of all parameters at once (`temporary`); on a CPU, or wherever it goes
     `one_by_one`, so many `tensors` of the size of one parameter, by so many `operators`.
-    `matrices` are stepped otherwise, each whole by one of the ranks that hold parts of it."""
+    `matrices` are stepped otherwise, each whole by one of the ranks that hold parts of it. The step
+    of a parameter in parts sums `norms` numbers over these."""
 
     moments: int
     moved: int
@@ -126,6 +128,7 @@ class Optimizer:
     operators: int = 0
     typed: bool = False
     one_by_one: bool = False
+    norms: int = 0
     matrices: ForMatrices | None = None
     kept_bytes: int = FP32
 
@@ -165,8 +168,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
     "momentum": Optimizer(moments=4, moved=20, operators=2),
     "lion": Optimizer(moments=4, moved=20, operators=5),
     "adagrad": Optimizer(moments=4, moved=20, operators=5),
-    "lamb": Optimizer(moments=8, moved=116, tensors=2, operators=15, one_by_one=True),
-    "lars": Optimizer(moments=4, moved=60, tensors=1, operators=9, one_by_one=True),
+    "lamb": Optimizer(moments=8, moved=116, tensors=2, operators=15, one_by_one=True, norms=2),
+    "lars": Optimizer(moments=4, moved=60, tensors=1, operators=9, one_by_one=True, norms=2),
     "muon": Optimizer(
         moments=8, moved=96, tensors=2, operators=11, one_by_one=True,
         matrices=ForMatrices(
@@ -178,7 +181,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
         moments=4, moved=76, tensors=2, operators=11, one_by_one=True,
         matrices=ForMatrices(
             states=lambda rows, columns: rows + columns, products=lambda rows, columns: (),
-            moved=17, made=4.0, operators=20,
+            moved=17, made=4.0, operators=20, flat=False,
         ),
     ),
     "shampoo": Optimizer(

@@ -33,7 +33,9 @@ from meshwright.costmodel.kernels import Group, matmul_seconds, stream_seconds
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import Sides, frozen_bytes
 from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
+from meshwright.costmodel.operators.matrices import fullest, owners_of
 from meshwright.costmodel.operators.setting import Setting
+from meshwright.costmodel.precisions import FP32
 from meshwright.costmodel.quantized import (
     CAST_BYTES,
     DEQUANTIZE_BYTES,
@@ -146,11 +148,11 @@ class ParameterPricer:
         for column, parts in (("optimizer_s", 1), ("shard_s", shards)):
             if value not in self.matrices:
                 yield self._of_elements(column, self.numel(value, placement), parts)
+                yield from self._norms(column, value, placement, parts)
                 continue
             own = self._of_matrix(column, value)
             if self.owned_numel(value, placement, divided=parts > 1):
-                # there may be fewer matrices than ranks
-                yield own.times(1 / min(self.setting.mesh.devices, len(self.matrices)))
+                yield own.times(self._fullest_share())
                 yield from self._to_owners_and_back(column, value, placement, parts)
             else:
                 yield own
@@ -167,6 +169,26 @@ class ParameterPricer:
         stepped = stepped.times(1 / parts)
         return stepped._replace(seconds=stepped.seconds + issued)
 
+    def _norms(self, column: str, value: str, placement: Placement, parts: int) -> Iterator[Entry]:
+        """Entries of numbers that ranks with parts of a parameter sum in its step."""
+        setting, count = self.setting, self.setting.optimizer.norms
+        apart = setting.mesh.devices // self.holders(value, placement)
+        local, numel = self.numel(value, placement), self.graph.values[value].numel
+        if count and parts > 1:
+            group = setting.group(size=parts, stride=apart)
+            yield setting.collective(column, "all_reduce", FP32, group, calls=count)
+        if count and local < numel:
+            group = setting.group(size=apart, stride=1)
+            yield setting.collective(column, "all_reduce", FP32, group, "tensor", count)
+
+    def _fullest_share(self) -> float:
+        """The part of all matrices' work that the fullest owner of a stage has, where stages have
+        alike many."""
+        mesh, values = self.setting.mesh, self.graph.values
+        stages = max(1, self.setting.cluster.num_devices // mesh.devices)
+        sizes = [float(values[value].numel) for value in [*self.matrices][::stages]]
+        return fullest(sizes, owners_of(sizes, mesh.devices)) / max(sum(sizes), 1.0)
+
     def _of_matrix(self, column: str, value: str) -> Entry:
         """Entry of the step of a whole matrix on one rank."""
         sides, on, kept = self.matrices[value], self.setting.cluster.device, self.setting.kept_bytes
@@ -175,9 +197,10 @@ class ParameterPricer:
         moved = self.graph.values[value].numel * kept * matrices.moved
         seconds = stream_seconds(on, moved) + matrices.operators * on.launch_overhead_s
         flops = 0.0
+        itemsize = kept if matrices.dtype == "fp32" else kept / 2
         for m, n, k, each in matrices.products(sides.rows, sides.columns):
             batch = each * sides.stacked
-            nbytes = kept * batch * (m * k + k * n + m * n)
+            nbytes = itemsize * batch * (m * k + k * n + m * n)
             seconds += matmul_seconds(on, matrices.dtype, m, n, k, batch, nbytes)
             flops += 2 * m * n * k * batch
         return Entry(column, "optimizer", seconds, flops=flops, moved_bytes=moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from meshwright.costmodel.memory import FUSED
 from meshwright.executor.parameters.own_optimizers import LAMB, LARS, Muon
+from meshwright.executor.parameters.whole_tensors import WholeTensors
 
 BY_NAME: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType({
     "adamw": torch.optim.AdamW,
@@ -31,6 +33,8 @@ _WRITTEN = ("lamb", "lars", "lion", "muon", "adafactor", "shampoo")  # whoever w
 
 def name_of(optimizer: torch.optim.Optimizer) -> str | None:
     """Name of an optimizer in plans; None for one that they don't know."""
+    if isinstance(optimizer, WholeTensors):
+        optimizer = optimizer.inner
     group, kind = optimizer.param_groups[0], type(optimizer)
     if named := named_kind(kind):
         return named
@@ -43,8 +47,10 @@ def name_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def named_kind(kind: Any) -> str | None:
-    """Name in plans of a class that says it by its own name, whoever wrote it."""
-    said = getattr(kind, "__name__", "").lower()
-    if "8bit" in said:
+    """Name in plans of a class that says it by its own name, whoever wrote it: a word of it, in
+    capitals or begun with one."""
+    said = getattr(kind, "__name__", "")
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", said)]
+    if "8bit" in said.lower() and "adam" in words:
         return "adamw8bit"
-    return next((name for name in _WRITTEN if name in said), None)
+    return next((name for name in _WRITTEN if name in words), None)

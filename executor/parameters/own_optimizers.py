@@ -16,6 +16,7 @@ import torch
 
 from meshwright.costmodel.memory import NEWTON_SCHULZ, Sides
 from meshwright.profiles.inputs import ArgumentError
+from meshwright.profiles.inputs.limits import is_number
 
 
 class _LayerWise(torch.optim.Optimizer):
@@ -28,15 +29,21 @@ class _LayerWise(torch.optim.Optimizer):
             self._check(group)
 
     def _check(self, options: Mapping[str, Any]) -> None:
+        place = type(self).__name__
         for name, value in options.items():
-            values = value if name == "betas" and isinstance(value, tuple | list) else [value]
-            if name in _RANGES:
-                low, high = _RANGES[name]
-                if not all(isinstance(x, int | float) and low <= x < high for x in values):
-                    raise ArgumentError.refused(
-                        f"{type(self).__name__}: {name}", value,
-                        legal=f"from {low}, below {high}" if high < math.inf else f"from {low}",
-                    )  # fmt: skip
+            if name == "adapt" and not isinstance(value, bool):
+                raise ArgumentError.refused(f"{place}: adapt", value, legal="True or False")
+            if name not in _RANGES:
+                continue
+            low, high = _RANGES[name]
+            legal = f"from {low}" + (f", below {high}" if high < math.inf else "")
+            values = [value]
+            if name == "betas":
+                legal = f"two numbers {legal}"
+                values = [*value] if isinstance(value, tuple | list) else []
+            right = all(is_number(x) and low <= x < high for x in values)
+            if not right or len(values) != 1 + (name == "betas"):
+                raise ArgumentError.refused(f"{place}: {name}", value, legal=legal)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -209,12 +216,12 @@ _QUINTIC = 3.4445, -4.7750, 2.0315  # of X, of X X^T X and of (X X^T)^2 X (Jorda
 def _adam_update(gradient: torch.Tensor, state: Any, group: Mapping[str, Any]) -> torch.Tensor:
     """Adam's update of a step, without decay; its moments are updated."""
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = 0
         state["exp_avg"] = torch.zeros_like(gradient)
         state["exp_avg_sq"] = torch.zeros_like(gradient)
     beta1, beta2 = group["betas"]
     state["step"] += 1
-    steps = state["step"].item()
+    steps = state["step"]
     mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
     square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     root = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(group["eps"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from meshwright.executor.parameters import (
     local_of,
     step_alone,
 )
-from meshwright.executor.ranks import Place, launch
+from meshwright.executor.ranks import launch
 
 STEPS, SHAPE = 3, (4, 4)
 APART = "_meshwright_apart"  # attribute of a parameter: other ranks hold others of its model
@@ -100,24 +101,42 @@ def stepped_whole(
     name: str | None,
     matrices: Mapping[str, Sides],
     held: Iterable[StageParameter],
-    place: Place,
-) -> set[str]:
+    cut: bool,
+    several: bool,
+) -> set[str] | None:
     """FQNs of this rank's parameters that an optimizer should step whole, each on one rank: by the
     `name` that plans have for it its `matrices`, by value; else what ranks hold parts of, where
-    the step of an element depends on others of its tensor."""
-    if place.mesh is None or place.mesh.size() == 1:
-        return set()
+    the step of an element depends on others of its tensor. None where no rank of the plan has any:
+    one of whose stages has parts of parameters (`cut`), or `several` ranks."""
     trained = [p for p in held if p.trainable]
-    cut = {p.fqn for p in trained if local_of(p.api).shape != p.api.shape}
+    parts = {p.fqn for p in trained if local_of(p.api).shape != p.api.shape}
     if name and (record := optimizer_named(name).matrices):
-        mine = {p.fqn: matrices[p.value] for p in trained if p.value in matrices}
-        return {f for f, x in mine.items() if f in cut or record.products(x.rows, x.columns)}
+        multiplies = bool(record.products(2, 2))
+        if not (cut or (several and multiplies)):
+            return None
+        mine = {p.fqn for p in trained if p.value in matrices}
+        return mine if multiplies else mine & parts
+    if not cut:
+        return None
     if name == "adamw8bit":  # which no small CPU tensors try
-        return cut
-    if name or make in BY_NAME.values() or not isinstance(make, type):
-        return set()  # of elements, or by norms, which DTensors know
-    found = habits(make, options)
-    return cut if found.looks_within and not found.looks_across else set()
+        return parts
+    if name or make in BY_NAME.values():
+        return None  # of elements, or by norms, which DTensors know
+    kind = make.func if isinstance(make, partial) else make
+    given = {**make.keywords, **options} if isinstance(make, partial) else options
+    assert isinstance(kind, type)
+    found = habits(kind, given)
+    return parts if found.looks_within and not found.looks_across else None
+
+
+def chosen_matrices(params: Iterable[Any], held: Iterable[StageParameter]) -> Mapping[str, Sides]:
+    """Sides of the matrices that a user gives an optimizer of matrices, by value: all of groups
+    that adapt."""
+    values = {id(p.api): p.value for p in held}
+    groups = [p if isinstance(p, Mapping) else {"params": [p]} for p in params]
+    chosen = [p for group in groups if group.get("adapt", True) for p in group["params"]]
+    sides = {values[id(p)]: Sides.of(p.shape) for p in chosen if id(p) in values}
+    return {value: found for value, found in sides.items() if found}
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
@@ -151,12 +170,12 @@ def habits(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Hab
     try:
         with torch.random.fork_rng(devices=[]), _Masks() as masks:
             alone, beside = (_stepped(kind, options, scale) for scale in (1.0, 3.0))
-            within = _stepped(kind, options, 1.0, one_of=3.0)
+            within = _stepped(kind, options, 1.0, one_of=30.0)
     except Exception:  # noqa: BLE001 - whatever it needs, it is told by its own step
         return Habits()
     return Habits(
         looks_across=not torch.equal(alone, beside),
-        looks_within=not torch.equal(alone[1:], within[1:]),
+        looks_within=not torch.equal(alone.flatten()[1:], within.flatten()[1:]),
         indexes=masks.seen,
     )
 
@@ -174,7 +193,7 @@ def _stepped(
     one_of: float = 1.0,
 ) -> torch.Tensor:
     """A parameter after some steps, beside one whose gradient is so many times as large; its first
-    row's, too (`one_of`)."""
+    element's, too (`one_of`)."""
     torch.manual_seed(0)
     first, second = (nn.Parameter(torch.randn(SHAPE)) for _ in range(2))
     slopes = torch.randn(STEPS, 2, *SHAPE)
@@ -183,7 +202,7 @@ def _stepped(
 
         def closure() -> torch.Tensor:
             first.grad, second.grad = of_first.clone(), scale * of_second  # noqa: B023
-            first.grad[0] *= one_of
+            first.grad[0, 0] *= one_of
             return torch.ones(())
 
         closure()

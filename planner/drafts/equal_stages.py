@@ -718,7 +718,9 @@ class MemoryFloor:
                 away=(self.space.most_away.states,) * 2,
                 moments=(
                     part * self._moments / (mesh.holders if problem.stepped.matrices else 1),
-                    part * self._moments / sharing.among(mesh.holders),
+                    part
+                    * self._moments
+                    / (mesh.holders if problem.stepped.matrices else sharing.among(mesh.holders)),
                 ),
             )
             for sharing in self.space.zeros(mesh)
@@ -743,6 +745,8 @@ class MemoryFloor:
         for sharing in self.space.zeros(mesh):
             kinds.shard_parameters = among / sharing.among(mesh.holders)
             kinds.shard_moments = moments / sharing.among(mesh.holders)
+            if setting.optimizer.matrices:
+                kinds.shard_moments = kinds.moments
             kinds.frozen_shard_bytes = frozen / sharing.among(mesh.holders)
             parts = replace(host, weights=host.weights * (not sharing.gathers))
             shared = replace(setting, sharing=sharing, host=parts)

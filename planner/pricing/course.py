@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from meshwright.costmodel import memory
+from meshwright.costmodel import memory, operators
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import REGATHER, parts_of
 from meshwright.costmodel.schedules import Action
@@ -161,10 +161,11 @@ def _step_bytes(trained: Sequence[memory.Trained], stage: StagePlan, setting: Se
     own = [p.numel / stage.parts(p.shards) for p in trained if not (p.host or p.owned)]
     if optimizer.matrices is None:
         return optimizer.temporary_bytes(own, kind)
-    owned, both = [p.owned for p in trained], 2 * setting.kept_bytes
-    largest = (both + optimizer.matrices.made) * max(owned, default=0.0)
-    gathered = both * sum(owned) / setting.mesh.devices + largest
-    return max(gathered, optimizer.temporary_bytes(own, kind))
+    owned, both = [p.owned for p in trained if p.owned], 2 * setting.kept_bytes
+    largest = max(owned, default=0.0)
+    held = both * operators.fullest(owned, operators.owners_of(owned, setting.mesh.devices))
+    made = max(optimizer.matrices.made * largest, optimizer.temporary_bytes(own, kind))
+    return held + max(both * largest, made)
 
 
 def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
@@ -217,6 +218,10 @@ def _fixed_bytes(
             host=p.host,
         )
         weights, states = weights + weight_bytes, states + state_bytes
+    if owned := [p for p in trained if p.owned]:  # the fullest owner has more than the mean
+        whole = [p.moments[0] * setting.mesh.devices for p in owned]
+        owners = operators.owners_of([p.owned for p in owned], setting.mesh.devices)
+        states += operators.fullest(whole, owners) - sum(p.moments[0] for p in owned)
     return weights, states
 
 

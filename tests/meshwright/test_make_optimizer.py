@@ -3,6 +3,8 @@ and what one device does under every plan."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize
-from meshwright.executor.parameters import WholeTensors, local_of
+from meshwright.executor.errors import OptimizerError
+from meshwright.executor.parameters import WholeTensors, local_of, name_of, named_kind
 from meshwright.optim import LAMB, Muon
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import PlanError
@@ -172,6 +175,43 @@ def trained(plan: str) -> dict[str, tuple[bool, dict[str, torch.Tensor]]]:
     return found
 
 
+def goes_on(before: str, after: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """By kind the weights of one step under a plan and the others under another, of which the
+    optimizer is made anew and reads its states from a checkpoint."""
+    found, (x, y) = {}, batch()
+    for name in ("muon", "adafactor", "shampoo"):
+        kind, options = KINDS[name]
+        at = folder / name
+        for plan, steps in ((before, 1), (after, STEPS - 1)):
+            result = planned(plan)
+            optimizer = result.make_optimizer(kind, **options)
+            if plan == after:
+                result.load_checkpoint(at, optimizer)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                result.train_step((x, y.view(ROWS, 4)))
+                optimizer.step()
+            result.save_checkpoint(at, optimizer)
+        found[name] = {k: w.clone() for k, w in result.full_state_dict().items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "plans",
+    tiered(
+        (("zero1", "pp2"), ("pp2", "zero3"), ("dp2", "tp2"), ("tp2", "dp2")),
+        ("zero1", "pp2").__eq__,
+        "from owners to none",
+        " ".join,
+    ),
+)
+def test_a_checkpoint_goes_on_under_any_plan(plans: tuple[str, str], tmp_path: Path) -> None:
+    for name, weights in on_ranks(2, goes_on, *plans, tmp_path).items():
+        atol = 2e-3 if name == "muon" else 1e-5
+        for fqn, x in of_one_device(name).items():
+            torch.testing.assert_close(weights[fqn], x, rtol=1e-4, atol=atol, msg=f"{name} {fqn}")
+
+
 OWNED = {
     "dp2": {"muon", "shampoo"},  # products are shared out, and no tensor is in parts
     "pp2": set[str](),  # each stage on one rank
@@ -243,18 +283,45 @@ def test_what_whole_matrices_rule_out_is_refused(given: Any, says: str) -> None:
         auto_parallelize(net(), optimizer="muon", plan=plan, **asked)
 
 
+class Flamboyant(Signs):
+    """No LAMB."""
+
+
 def refused() -> list[str]:
     said = []
-    for kind in ("adamw8bit", "Muon", 3):
+    for kind in ("adamw8bit", "Muon", 3, print):
         with pytest.raises(ArgumentError) as error:
             planned("dp2").make_optimizer(kind)
         said.append(str(error.value))
     made = planned("dp2", "muon").make_optimizer(lr=0.1)
     assert isinstance(made, WholeTensors) and isinstance(made.inner, Muon)
     assert [group["adapt"] for group in made.param_groups] == [True, False]
+    assert name_of(made) == "muon"
+    assert type(planned("zero1").make_optimizer(Flamboyant)) is Flamboyant
+    bound = planned("zero1").make_optimizer(partial(Shampoo, lr=0.2))
+    assert isinstance(bound, WholeTensors) and bound.param_groups[0]["lr"] == 0.2
+    with pytest.raises(ArgumentError, match=r"make_optimizer: muon.*lrr.*options"):
+        planned("dp2").make_optimizer("muon", lrr=1)
+    result = planned("zero1")
+    own = result.make_optimizer("muon", [p for p in result.parameters() if p.ndim == 2], lr=0.1)
+    assert sum(owner >= 0 for owner in own.owners) == 4  # all that the user gives it as matrices
+    with pytest.raises(OptimizerError, match="save_checkpoint"):
+        result.replan(optimizer=own)
     return said
 
 
 def test_what_has_no_class_is_refused_and_none_is_the_planned_one() -> None:
     for said in on_ranks(2, refused):
         assert "legal: adam" in said and "make_optimizer(ItsClass" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("FusedLAMB", "lamb"), ("Lion", "lion"), ("DistributedShampoo", "shampoo"),
+        ("SingleDeviceMuon", "muon"), ("PagedAdamW8bit", "adamw8bit"), ("Adam8bit", "adamw8bit"),
+        ("Flamboyant", None), ("Million", None), ("SGD8bit", None), ("Lion8bit", "lion"),
+    ],
+)  # fmt: skip
+def test_names_are_words(name: str, found: str | None) -> None:
+    assert named_kind(type(name, (), {})) == found

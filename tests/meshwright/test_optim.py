@@ -120,7 +120,11 @@ def test_groups_have_their_own_options_and_states_go_on() -> None:
     ("kind", "options", "says"),
     [
         (LAMB, {"lr": -1.0}, "LAMB: lr=-1.0; legal: from 0.0"),
-        (LAMB, {"betas": (0.9, 1.0)}, r"LAMB: betas=\(0.9, 1.0\); legal: from 0.0, below 1.0"),
+        (
+            LAMB,
+            {"betas": (0.9, 1.0)},
+            r"LAMB: betas=\(0.9, 1.0\); legal: two numbers from 0.0, below 1.0",
+        ),
         (LARS, {"momentum": "x"}, "LARS: momentum='x'"),
         (LARS, {"trust": float("nan")}, "LARS: trust=nan"),
     ],
@@ -180,6 +184,24 @@ def test_a_stack_is_stepped_matrix_by_matrix_and_a_convolution_as_one() -> None:
             each.step()
         found = torch.stack([p.detach() for p in parts]).reshape(shape)
         torch.testing.assert_close(whole.detach(), found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: LAMB([nn.Parameter(torch.zeros(2))], betas=0.9),
+        lambda: LAMB([nn.Parameter(torch.zeros(2))], betas=(0.9,)),
+        lambda: Muon([nn.Parameter(torch.zeros(2))], adapt="no"),
+        lambda: linear_rate("x", 2, 1),
+        lambda: linear_rate(-1.0, 2, 1),
+        lambda: betas_of_adam((0.9,), 2, 1),
+        lambda: warmup(2, 4, power=-1),
+        lambda: warmup(2, 4, power="x"),
+    ],
+)
+def test_malformed_options_are_refused(call: Any) -> None:
+    with pytest.raises(MeshwrightError, match="legal"):
+        call()
 
 
 def test_rates_follow_the_rows() -> None:

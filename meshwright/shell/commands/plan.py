@@ -135,6 +135,8 @@ def _closing(args: argparse.Namespace, report: Report) -> list[str]:
     command = launch_line(
         args.model, args.cluster, nodes, each, plan.global_batch_size, plan.precision, args.output
     )
+    if args.optimizer:
+        command += f" --optimizer {args.optimizer}"
     wrapped = textwrap.wrap(
         command, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

@@ -43,3 +43,18 @@ def test_products_are_shared_out_and_cost_more_than_an_element() -> None:
     assert alone > flops / 989e12
     assert shared < alone / 3
     assert shared > 2 * optimizer_s("adamw_fused", 8)
+
+
+def test_the_fullest_owner_is_priced() -> None:
+    """Nine matrices on eight ranks: one owner has two, their moments and, in a step, both of them
+    with their gradients and one more that is gathered."""
+
+    def peak_bytes(layers: int, optimizer: str = "muon") -> float:
+        found = searched(optimizer, layers, 8, dp=8, zero=0, tp=1, pp=1, recompute="none").run()
+        return found.best.evaluation.prediction.fullest_bytes
+
+    one, two = peak_bytes(9), peak_bytes(10)  # the last layer's weights are AdamW's
+    weight = WIDTH**2
+    # a layer more: weights, master, gradient; a moment, and a matrix with its gradient, of one more
+    assert two - one == pytest.approx(weight * (2 + 4 + 4) + weight * (4 + 8), rel=0.02)
+    assert peak_bytes(11) - two == pytest.approx(weight * (2 + 4 + 4), rel=0.05)
