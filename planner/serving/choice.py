@@ -239,15 +239,28 @@ class Servings:
         )
 
     def every(self) -> Iterator[ServingPlan]:
-        """Plans that fit, with each number of rows that is a power of two, and the most."""
+        """Plans that fit, with each number of rows that is a power of two, the most, and the most
+        that keep the bounds."""
         for tp in self._degrees():
             for pp in self._stages(tp):
                 most = self.most_rows(tp, pp)
-                counts = {pp << k for k in range((most // pp).bit_length())} | {most}
+                counts = {pp << k for k in range((most // pp).bit_length())}
+                counts |= {most, self._most_held(tp, pp, most)}
                 if self.asked.rows:
                     counts = {self.asked.rows} if self.asked.rows <= most else set()
                 for rows in sorted(counts - {0}):
                     yield self.priced(tp, pp, rows)
+
+    def _most_held(self, tp: int, pp: int, most: int) -> int:
+        """The most rows that keep the bounds, which more rows keep less."""
+        low, high = 0, most // pp
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._holds(self.priced(tp, pp, middle * pp)):
+                low = middle
+            else:
+                high = middle - 1
+        return low * pp
 
     def _holds(self, plan: ServingPlan) -> bool:
         bounds = (plan.token_s, self.asked.token_s), (plan.first_s, self.asked.first_s)
@@ -279,8 +292,9 @@ class Servings:
         """Bytes of a stage beside what is kept of tokens."""
         forwards, device = self.forwards, self.cluster.device
         setting = forwards.setting(tp, 1.0)
-        weights = sum(forwards.weight_bytes(tp)[start:stop])
-        passing = forwards.passing_bytes(tp, min(CHUNK, self.asked.prompt))
+        weights = forwards.weight_bytes(tp, start, stop)
+        tokens = CHUNK if self.asked.rows is None else self.asked.rows * self.asked.prompt
+        passing = forwards.passing_bytes(tp, min(CHUNK, tokens))
         return weights + passing + device.reserved_bytes + communicator_bytes(setting)
 
     def cuts(self, tp: int, pp: int) -> list[tuple[int, int]]:
@@ -307,7 +321,7 @@ class Servings:
         replicas = self.cluster.num_devices // (tp * pp)
         sizes = [
             (
-                sum(forwards.weight_bytes(tp)[start:stop]),
+                forwards.weight_bytes(tp, start, stop),
                 rows * sum(forwards.kept_bytes(tp, length)[start:stop]),
                 self._fixed(tp, start, stop),
             )

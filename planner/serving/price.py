@@ -76,19 +76,19 @@ class Forwards:
         """A stage of a tensor axis with so many tokens."""
         return self.coster.setting(Mesh(dp=1, tp=tp), Batch(rows=tokens / self.tokens))
 
-    def weight_bytes(self, tp: int) -> list[float]:
-        """Bytes of each block's weights on a rank; those that several blocks read count in each."""
-        itemsize, assignments = self.problem.weight_bytes, self._assignments(tp)
-        pricer = self.coster.pricer(self.setting(tp, 1.0))
+    def weight_bytes(self, tp: int, start: int, stop: int) -> float:
+        """Bytes of the weights of a stage's blocks on a rank, each once."""
 
         def nbytes() -> list[float]:
-            return [
-                itemsize
-                * sum(pricer.numel(v, assignments[block.name].states[v]) for v in block.parameters)
-                for block in self.graph.blocks
-            ]
+            pricer, assignments = self.coster.pricer(self.setting(tp, 1.0)), self._assignments(tp)
+            held = {
+                value: pricer.numel(value, assignments[block.name].states[value])
+                for block in self.graph.blocks[start:stop]
+                for value in block.parameters
+            }
+            return [self.problem.weight_bytes * sum(held.values())]
 
-        return self._bytes.of(("weights", tp, 0.0), nbytes)
+        return self._bytes.of((f"weights {start} {stop}", tp, 0.0), nbytes)[0]
 
     def kept_bytes(self, tp: int, length: int) -> list[float]:
         """Bytes that each block keeps of a row of so many tokens on a rank."""

@@ -12,7 +12,7 @@ from meshwright.planner.serving import Asked, ServingPlan, Servings
 from meshwright.profiles.cluster import Cluster
 from tests.planner.serving.served import forwards
 
-TINY = 1 << 21  # bytes of a device
+TINY = 1 << 23  # bytes of a device
 
 
 def served(asked: Asked, *, nodes: int = 1, room: int | None = None, **given: Any) -> Servings:
@@ -53,6 +53,9 @@ def test_bounds_are_kept_by_the_best_that_keep_them() -> None:
     bound = seconds[len(seconds) // 2]
     kept = served(Asked(prompt=64, new=16, token_s=bound), room=TINY).served()
     wanted = max(p.tokens_per_s for p in every(of) if p.token_s <= bound)
+    best = kept.best  # one more group of rows keeps them no more, or does not fit
+    more = of.priced(best.tp, best.pp, best.rows + best.pp)
+    assert more.token_s > bound or more.peak_bytes > of.room_bytes
     assert kept.best.token_s <= bound
     assert kept.best.tokens_per_s >= wanted
     assert all(plan.token_s <= bound for plan in kept.plans)

@@ -47,6 +47,16 @@ def test_a_tensor_axis_reads_its_part() -> None:
     assert both == pytest.approx(alone / 2, rel=0.1)
 
 
+def test_tied_weights_lie_on_a_stage_once() -> None:
+    found, blocks = forwards("gpt2", of_memory(), precision="bf16"), MODELS["gpt2"]()
+    last = len(found.graph.blocks)
+    whole = 2 * sum(p.numel() for p in blocks.parameters())
+    assert found.weight_bytes(1, 0, last) == whole
+    table = 2 * blocks.transformer.wte.weight.numel()
+    both = found.weight_bytes(1, 0, last // 2) + found.weight_bytes(1, last // 2, last)
+    assert both == whole + table  # two stages hold it
+
+
 def test_prompts_take_their_products() -> None:
     """Two FLOPs for each weight of a layer and token, and attention's; logits of the last token."""
     flops = 1e6
