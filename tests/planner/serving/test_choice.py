@@ -12,7 +12,7 @@ from meshwright.planner.serving import Asked, ServingPlan, Servings
 from meshwright.profiles.cluster import Cluster
 from tests.planner.serving.served import forwards
 
-TINY = 1 << 23  # bytes of a device
+TINY = 1 << 24  # bytes of a device
 
 
 def served(asked: Asked, *, nodes: int = 1, room: int | None = None, **given: Any) -> Servings:
