@@ -250,7 +250,7 @@ def test_the_users_own_error_shows_its_traceback_once(capsys: Captured) -> None:
         ([*PLAN, "--bacth", "4"],
          "unrecognized arguments: --bacth 4; legal: those of `meshwright plan --help`; nearest: "),
         ([], "meshwright: a command is missing; legal: plan | show | "),
-        (["plan"], "meshwright plan: model and --batch are missing; legal: model (module:"),
+        (["plan"], "meshwright plan: model is missing; legal: model (module:"),
         (["report", "a.json"], "meshwright report: -o/--output is missing; legal: --output"),
     ],
 )  # fmt: skip
