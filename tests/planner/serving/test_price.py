@@ -72,6 +72,17 @@ def test_prompts_take_their_products() -> None:
     assert (products + attention) / flops == pytest.approx(found, rel=0.02)
 
 
+def test_logits_are_made_of_the_last_token_of_each_row() -> None:
+    """The head's weights are read once, and multiplied by as many tokens as there are rows."""
+    served = Servings(forwards("llama", of_memory(), precision="bf16"), Asked(prompt=64, new=1))
+    head_s = sum(block.head_s for block in served.forwards.blocks(1, 1.0))
+    table = 2 * SMALL["vocab_size"] * SMALL["hidden_size"]
+    assert head_s == pytest.approx(table / BANDWIDTH, rel=0.1)
+    body_s = sum(block.body_s for block in served.forwards.blocks(1, 64.0))
+    read_s = sum(served.forwards.attention_s(1, 1, 64, 64))
+    assert served.priced(1, 1, 1).first_s == pytest.approx(body_s + head_s + read_s)
+
+
 def test_experts_without_a_token_are_not_read() -> None:
     """Of four experts one token chooses two: 1 − (3/4)² of them on average."""
     on = of_memory()
