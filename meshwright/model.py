@@ -9,6 +9,8 @@ import torch
 from meshwright.arguments import check_margin, check_types
 from meshwright.decisions import Decision, one_at_a_time
 from meshwright.executor.checkpoint import hand_over, take_over
+from meshwright.executor.errors import OptimizerError
+from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.planner.overrides import Overrides
@@ -54,6 +56,13 @@ class ParallelModel(Steps, Evaluation, State):
 
         model, cluster = self._traced.model, self._problem.cluster
         check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
+        if isinstance(optimizer, WholeTensors):
+            raise OptimizerError(
+                " steps whole tensors at owners of this plan",
+                place="replan: optimizer",
+                way_out="save_checkpoint(path, optimizer), replan(), and load_checkpoint(path, "
+                "new.make_optimizer(...))",
+            )
         self._check_optimizer(optimizer)
         check_margin(memory_margin, cluster)
         before = self._request

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.costmodel.memory import optimizer_named
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision
 from meshwright.executor.errors import RehearsalError
+from meshwright.executor.parameters import BY_NAME
 from meshwright.executor.prices import Prices
 from meshwright.executor.rehearsal import (
     Estimate,
@@ -31,15 +31,6 @@ from meshwright.shell import Progress
 from meshwright.traced import TracedModel
 
 LEAST_MORE = 0.01  # of a device's memory, left free after a rehearsal that did not fit
-OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType({
-    "adamw": torch.optim.AdamW,
-    "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
-    "adam": torch.optim.Adam,
-    "adam_fused": lambda params: torch.optim.Adam(params, fused=True),
-    "adagrad": torch.optim.Adagrad,
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-})  # fmt: skip
 
 
 def rehearse_plan(
@@ -64,12 +55,16 @@ def rehearse_plan(
                 "torch.optim.AdamW(params, lr=1e-3), or None"
             ),
         )
-    make = optimizer or OPTIMIZERS.get(problem.optimizer)
+    owned = problem.stepped.matrices is not None
+    make = optimizer or (None if owned else BY_NAME.get(problem.optimizer))
     if make is None:
+        why = "the owners of whole matrices are not rehearsed" if owned else "torch has none"
+        known = [name for name in sorted(BY_NAME) if optimizer_named(name).matrices is None]
         raise RehearsalError(
-            f"torch has no optimizer {problem.optimizer!r}",
+            f"optimizer {problem.optimizer!r}: {why}",
             place="rehearse",
-            legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",
+            legal=f"{known}, or give yours: rehearse(optimizer=lambda params: ...)",
+            way_out="plan with one of those" if owned else "give yours",
         )
     details = report.details
     priced = details.evaluation if details else pricing.Evaluator(problem).price(checked.plan)

@@ -32,6 +32,15 @@ class TraceError(MeshwrightError):
     WAY_OUT = "write it so, or keep the module as one node (meshwright.leaf)"
 
 
+class ServingError(MeshwrightError):
+    """A model that can't be served as asked, or numbers that ask for nothing."""
+
+    CODE = "MW213"
+    PLACE = "a serving plan"
+    LEGAL = "a causal language model whose attention is torch's, in 16 bits or fp32"
+    WAY_OUT = "give such a model"
+
+
 class SolverError(MeshwrightError, RuntimeError):
     """No solver of linear programs is installed."""
 

@@ -47,6 +47,7 @@ from meshwright.planner.frameworks import read_configuration
 from meshwright.planner.frameworks.torch_script import torch_script
 from meshwright.planner.intra_op import solvers
 from meshwright.planner.operators import Operand, Program
+from meshwright.planner.serving import attentions
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.inputs.errors import PAGE
 from meshwright.profiles.measure.local_ranks import run_local
@@ -283,6 +284,7 @@ EXAMPLES: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "MW209": lambda: planned(plan=file("plan.json", '{"format": 99}')),
         "MW210": too_large,
         "MW212": lossy,
+        "MW213": lambda: attentions(planned()._traced.graph),
         "MW211": no_solver,
         "MW301": lambda: planned(Net().to("meta")).train_step(BATCH),
         "MW302": lambda: rank("4"),

@@ -15,10 +15,11 @@ from meshwright.cli import parser_of
 from meshwright.costmodel.graph import TensorMeta
 from meshwright.costmodel.kernels.collectives import Group, exchanged_bytes, routes
 from meshwright.costmodel.memory import fixed_bytes, frozen_bytes, model_states, optimizer_named
-from meshwright.costmodel.mesh import Stepping
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.mesh import Batch, Mesh, Stepping
+from meshwright.costmodel.operators import Pricer, Problem, Setting, matrices_of
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, build_schedule, moments, simulate
 from meshwright.costmodel.schedules.schedule import SENDS
+from meshwright.costmodel.sharding import R
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.sums import LATER
 from meshwright.costmodel.target import Target
@@ -38,6 +39,7 @@ from tests.helpers.tiny import cut, net, plan_for, with_stage
 from tests.models.models import CASES as MODELS
 from tests.parity.parity_cells import Cell, plan_of
 from tests.planner.pricing.test_segments import INPUT, SAVED, segment
+from tests.planner.serving import served
 
 Measured = tuple[Mapping[str, float], list[float]]  # symbols; a number for each formula of a cell
 EVERY = [system for family in FAMILIES for system in systems(family)]
@@ -73,6 +75,48 @@ def traced() -> Any:
     return cut(net(), precision="bf16")
 
 
+def matrix(optimizer: str) -> tuple[Pricer, str, dict[str, float]]:
+    """A model's matrix that an optimizer steps whole, on N ranks."""
+    graph, factors = traced()
+    problem = Problem(
+        graph=graph, factors=factors, cluster=NODES, precision="bf16", optimizer=optimizer
+    )
+    setting = Setting(problem=problem, mesh=Mesh(dp=N, tp=1), batch=Batch(rows=1))
+    pricer = Pricer(graph=graph, table=factors, setting=setting)
+    named, sides = next(iter(matrices_of(graph, problem.stepped).items()))
+    numel = graph.values[named].numel
+    symbols = {"Psi": numel, "S": 4.0 * numel, "n": N, "g": 4, "r": sides.rows, "c": sides.columns}
+    return pricer, named, symbols
+
+
+def matrix_states(optimizer: str) -> Measured:
+    """Bytes of a rank's states of a matrix, which ZeRO does not divide."""
+    pricer, named, symbols = matrix(optimizer)
+    given: dict[str, Any] = {"weight_bytes": 2, "optimizer": optimizer_named(optimizer)}
+    moments = pricer.parameters.moment_bytes(named, R)
+    held = model_states(symbols["Psi"], **given, sharing=Sharing(), dp=N, moments=moments)
+    return symbols, [held.nbytes]
+
+
+def matrix_sent(optimizer: str) -> Measured:
+    """Bytes that a rank sends for a matrix in a step without ZeRO."""
+    pricer, named, symbols = matrix(optimizer)
+    entries, _ = pricer.parameters.priced(named, R)
+    step = [entry for entry in entries if entry.column in ("reduce_s", "optimizer_s")]
+    return symbols, [sum(entry.sent_bytes for entry in step)]
+
+
+def kept_of_tokens(name: str) -> Measured:
+    """Bytes that three rows of 16 tokens keep."""
+    found = served.forwards(name, Cluster.from_catalog("h100-sxm"), precision="bf16")
+    symbols = {
+        "b": 3, "l": served.SMALL["num_hidden_layers"], "h": served.SMALL["hidden_size"], "s": 10,
+        "n": 6, "k": 2, "a": served.SMALL["num_attention_heads"],
+        "r": served.LATENT["kv_lora_rank"] + served.LATENT["qk_rope_head_dim"],
+    }  # fmt: skip
+    return symbols, [3 * sum(found.kept_bytes(1, 16))]
+
+
 def priced(
     m: int = M, target: Target = EAGER, stepping: Stepping = "at_end", **stage: Any
 ) -> tuple[Evaluation, Problem]:
@@ -105,7 +149,8 @@ def secondary() -> Measured:
 
 
 def stepped_in_the_backward() -> Measured:
-    given: dict[str, Any] = {"weight_bytes": 2, "optimizer": optimizer_named("adamw_fused")}
+    moments = optimizer_named("adamw_fused").moments * NUMEL
+    given: dict[str, Any] = {"weight_bytes": 2, "kept": 4, "moments": (moments, moments)}
     return {"Psi": NUMEL}, [sum(fixed_bytes(NUMEL, 1, **given, sharing=Sharing()))]
 
 
@@ -359,7 +404,7 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     },
     "ZeRO-Offload": {
         "volume": partial(sent, 1, zero=2, offload={"optimizer": 1.0}),
-        "memory": partial(states, 2, host=1.0, sent=1.0),
+        "memory": partial(states, 2, away=(1.0, 1.0)),
     },
     "ZeRO-R, activations": {
         "volume": partial(layer, "llama tp2 1f1b m2 sequence full", "model.layers.1"),
@@ -422,6 +467,18 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     "Mixed precision": {"memory": partial(states, 0)},
     "Pure bf16": {"memory": partial(states, 0, optimizer=optimizer_named("adamw", 2))},
     "8-bit optimizers": {"memory": partial(states, 0, optimizer=optimizer_named("adamw8bit"))},
+    "LAMB": {"memory": partial(states, 0, optimizer=optimizer_named("lamb"))},
+    "LARS": {"memory": partial(states, 0, optimizer=optimizer_named("lars"))},
+    "Adafactor": {"memory": partial(matrix_states, "adafactor")},
+    "Muon": {
+        "volume": partial(matrix_sent, "muon"), "memory": partial(matrix_states, "muon"),
+    },
+    "Shampoo": {
+        "volume": partial(matrix_sent, "shampoo"), "memory": partial(matrix_states, "shampoo"),
+    },
+    "Keys and values kept": {"memory": partial(kept_of_tokens, "llama")},
+    "Grouped heads": {"memory": partial(kept_of_tokens, "grouped")},
+    "Latent attention": {"memory": partial(kept_of_tokens, "latent")},
     "LoRA": {"memory": frozen},
 }  # fmt: skip
 # of what is here, with the reason

@@ -113,7 +113,8 @@ class BlockPrice:
 
     `cost` in seconds (see `Cost`), of its `passes` and parameters; `parameters` local element count
     of trained parameters, whose gradients take `gradient_bytes`, of which `shard_parameters` where
-    ZeRO divides them, `unit_parameters` are moved at once and the largest has `largest_numel`;
+    ZeRO divides them, `unit_parameters` are moved at once and the largest has `largest_numel`, and
+    whose `moments` take bytes, not divided and divided;
     `frozen_parameters` of the others, of `frozen_bytes`, or `frozen_shard_bytes` where ZeRO-3
     divides them, which moves `unit_gathered` of both at once.
     """
@@ -123,6 +124,7 @@ class BlockPrice:
     parameters: float
     gradient_bytes: float
     shard_parameters: float
+    moments: tuple[float, float]
     frozen_parameters: float
     frozen_bytes: float
     frozen_shard_bytes: float
@@ -147,6 +149,7 @@ def price_block(
     frozen = [value for value in block.parameters if not graph.values[value].requires_grad]
     numels = [pricer.numel(value, states[value]) for value in trained]
     shards = [pricer.parameters.shard_count(value, states[value]) for value in trained]
+    moments = [pricer.parameters.moment_bytes(value, states[value]) for value in trained]
     largest, parameters = max(numels, default=0.0), sum(numels)
     others = [pricer.numel(value, states[value]) for value in frozen]
     held = [pricer.parameters.frozen_bytes(value, states[value]) for value in frozen]
@@ -157,6 +160,7 @@ def price_block(
         parameters=parameters,
         gradient_bytes=pricer.setting.kept_bytes * parameters,
         shard_parameters=sum(numel / count for numel, count in zip(numels, shards, strict=True)),
+        moments=(sum(whole for whole, _ in moments), sum(part for _, part in moments)),
         frozen_parameters=sum(others),
         frozen_bytes=sum(nbytes for nbytes, _ in held),
         frozen_shard_bytes=sum(nbytes for _, nbytes in held),

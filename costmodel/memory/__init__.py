@@ -2,7 +2,14 @@
 
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
 from meshwright.costmodel.memory.kept import Call, keep
-from meshwright.costmodel.memory.optimizers import FUSED, Optimizer, fused, optimizer_named
+from meshwright.costmodel.memory.optimizers import (
+    FUSED,
+    NEWTON_SCHULZ,
+    Optimizer,
+    Sides,
+    fused,
+    optimizer_named,
+)
 from meshwright.costmodel.memory.states import (
     ModelStates,
     fixed_bytes,

@@ -29,7 +29,8 @@ class Trained:
     """A trained parameter: local elements, the ranks that hold them and sum their gradient, those
     among which ZeRO divides it, the first block (by number in its stage) that reads it, or -1 where
     ZeRO-3 gathers it with the stage, its `readers` with a gradient, and whether its states lie in
-    host memory, and its weights, too (`away`)."""
+    host memory, and its weights, too (`away`); bytes of `moments`, not divided and divided,
+    and the elements of a whole matrix that one of its ranks steps for all (`owned`)."""
 
     numel: float
     holders: int
@@ -38,6 +39,8 @@ class Trained:
     readers: int = 1
     host: bool = False
     away: bool = False
+    moments: tuple[float, float] = (0.0, 0.0)
+    owned: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

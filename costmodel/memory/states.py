@@ -50,12 +50,16 @@ def model_states(
     dp: A | int,
     optimizer: Optimizer,
     target: Target = EAGER,
-    host: float = 0.0,
-    sent: float = 0.0,
+    away: tuple[float, float] = (0.0, 0.0),
+    moments: tuple[A, A] | None = None,
 ) -> ModelStates[A]:
     """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them,
-    whose weights are computed with in `weight_bytes` an element."""
-    moments, kept = optimizer.moments, optimizer.kept_bytes
+    whose weights are computed with in `weight_bytes` an element. `away` are the parts of the states
+    that lie in host memory, and of the gradients that are sent there; `moments` bytes of theirs,
+    not divided and divided, where these depend on shapes."""
+    host, sent = away
+    kept = optimizer.kept_bytes
+    whole, divided = moments or (numel * optimizer.moments, numel * optimizer.moments / dp)
     mixed = weight_bytes < kept
     gradient = target.gradient_bytes if mixed and not target.gradients_come else kept
     master = kept if mixed and target.master else 0
@@ -63,7 +67,7 @@ def model_states(
         return ModelStates(
             weights=numel * weight_bytes,
             gradients=numel * (gradient * (1 - sent)),
-            optimizer=numel * ((1 - host) * (master + moments)),
+            optimizer=(1 - host) * (numel * master + whole),
         )
     if not sharing.divides_gradients:
         # the shard the optimizer reads is a part of the gradients where they lie in buckets
@@ -72,7 +76,7 @@ def model_states(
         return ModelStates(
             weights=numel * weight_bytes,
             gradients=numel * (gradient * (1 - sent)),
-            optimizer=numel * (((1 - host) * optimizer.state_bytes + shard * (1 - sent)) / dp),
+            optimizer=(1 - host) * (numel * kept / dp + divided) + numel * shard * (1 - sent) / dp,
         )
     parts = numel / dp
     held = numel if target.whole_gradients else parts
@@ -81,14 +85,14 @@ def model_states(
         return ModelStates(
             weights=numel * weight_bytes,
             gradients=held * (gradient * (1 - sent)),
-            optimizer=parts * ((1 - host) * (master + moments)),
+            optimizer=(1 - host) * (parts * master + divided),
         )
     # one copy of the weights is left, the optimizer's where it has one
     parts, held = parts * (1 - host), held * (1 - host)
     return ModelStates(
         weights=parts * max(weight_bytes, master),
         gradients=held * gradient,
-        optimizer=parts * moments,
+        optimizer=(1 - host) * divided,
     )
 
 
@@ -98,22 +102,23 @@ def fixed_bytes(
     *,
     weight_bytes: int,
     sharing: Sharing,
-    optimizer: Optimizer,
+    kept: int,
+    moments: tuple[float, float],
     host: bool = False,
 ) -> tuple[float, float]:
     """Bytes of weights and of optimizer states of a trained parameter between the steps of
-    `train_step`: weights as they are computed with; the optimizer's, ZeRO's shard of them, which
-    are ZeRO-3's weights; not on the device with `host`."""
-    moments, kept = optimizer.moments, optimizer.kept_bytes
+    `train_step`: weights as they are computed with, and as they are `kept`; the optimizer's, ZeRO's
+    shard of them, which are ZeRO-3's weights, with `moments`, not divided and divided; not on the
+    device with `host`."""
     divided = sharing.divides and shards > 1
     weights = numel * weight_bytes
     if divided and sharing.gathers:
-        return (0.0, 0.0) if host else (kept * numel / shards, moments * numel / shards)
+        return (0.0, 0.0) if host else (kept * numel / shards, moments[1])
     if host:
         return weights, 0.0
     if divided:
-        return weights, numel * optimizer.state_bytes / shards
-    return weights, numel * (kept * (weight_bytes < kept) + moments)
+        return weights, numel * kept / shards + moments[1]
+    return weights, numel * kept * (weight_bytes < kept) + moments[0]
 
 
 def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:

@@ -10,6 +10,10 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
                 all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
                 1/s of the optimizer's traffic                                        `shard_s`
 
+A matrix that an optimizer steps whole (`memory/optimizers.py`) is gathered with its gradient where
+ranks hold parts of it; each of the m ranks of a stage steps 1/m of all of these, and sends them to
+the others (`executor/parameters/whole_tensors.py`).
+
 (s < n is torch's `fully_shard` on a mesh of two dims, HSDP.) A frozen parameter has ZeRO-3's
 gathers alone. A collective moves a whole unit at once, a bucket or a block's parameters; each
 parameter bears its share of the unit's seconds. ZeRO-3's unit may be another, hence its own prices
@@ -25,11 +29,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.kernels import Group, stream_seconds
+from meshwright.costmodel.kernels import Group, matmul_seconds, stream_seconds
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.memory import frozen_bytes
+from meshwright.costmodel.memory import Sides, frozen_bytes
 from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
+from meshwright.costmodel.operators.matrices import fullest, owners_of
 from meshwright.costmodel.operators.setting import Setting
+from meshwright.costmodel.precisions import FP32
 from meshwright.costmodel.quantized import (
     CAST_BYTES,
     DEQUANTIZE_BYTES,
@@ -52,13 +58,14 @@ GATHERED = ("zero3_gather_s", "zero3_again_s", "zero3_secondary_s")
 class ParameterPricer:
     """Once-per-step prices of one graph's parameters in one setting. `numel` gives local elements,
     `unit_numel` the elements that travel with one's gradient, and with itself where ZeRO-3 gathers
-    it; `known`: prices so far on any mesh."""
+    it, `matrices` those that the optimizer steps whole; `known`: prices so far on any mesh."""
 
     graph: Graph
     table: FactorTable
     setting: Setting
     numel: Callable[[str, Placement], float]
     unit_numel: Mapping[str, tuple[float, float]]
+    matrices: Mapping[str, Sides] = field(default_factory=dict)
     known: Memo[Any, Memo[Any, Priced]] = field(default_factory=Memo)
     _known: Memo[Any, Priced] = field(init=False)  # in this setting
 
@@ -76,7 +83,8 @@ class ParameterPricer:
         """Price shared by all parameters of one size that travel with as many others."""
         meta, unit = self.graph.values[value], self.unit_numel.get(value)
         twice = value in self.graph.gathered_twice
-        size = self.numel(value, placement), meta.numel, unit, meta.requires_grad, twice
+        sides = self.matrices.get(value)
+        size = self.numel(value, placement), meta.numel, unit, meta.requires_grad, twice, sides
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch, of.stepping
@@ -132,15 +140,87 @@ class ParameterPricer:
         units = {"replicate_s": target.unit, "zero3_replicate_s": target.gathered_unit}
         for column, unit in units.items():
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
-        moved = numel * setting.optimizer.moved * target.optimizer_passes
-        on = setting.cluster.device
-        issued = setting.optimizer.issues(on.kind, alone=setting.in_backward) * on.launch_overhead_s
-        stepped = streamed("optimizer_s", "optimizer", moved)
+        yield from self._stepped(value, placement)
+
+    def _stepped(self, value: str, placement: Placement) -> Iterator[Entry]:
+        """Entries of the optimizer's step of a parameter, without and with ZeRO."""
+        shards = self.shard_count(value, placement)
+        for column, parts in (("optimizer_s", 1), ("shard_s", shards)):
+            if value not in self.matrices:
+                yield self._of_elements(column, self.numel(value, placement), parts)
+                yield from self._norms(column, value, placement, parts)
+                continue
+            own = self._of_matrix(column, value)
+            if self.owned_numel(value, placement, divided=parts > 1):
+                yield own.times(self._fullest_share())
+                yield from self._to_owners_and_back(column, value, placement, parts)
+            else:
+                yield own
+
+    def _of_elements(self, column: str, numel: float, parts: int) -> Entry:
+        """Entry of the step of a rank's own elements of a parameter, divided in so many parts."""
+        setting = self.setting
+        optimizer, on = setting.optimizer, setting.cluster.device
+        moved = numel * optimizer.moved * setting.target.optimizer_passes
+        issued = optimizer.issues(on.kind, alone=setting.in_backward) * on.launch_overhead_s
+        stepped = self._streamed(column, "optimizer", moved)
         if setting.in_backward and on.kind != "cpu":  # a host issues it ahead of the device
             issued = max(issued - stepped.seconds, 0.0)
-        yield stepped._replace(seconds=stepped.seconds + issued)
-        shard = stepped.times(1 / shards.size)
-        yield shard._replace(column="shard_s", seconds=shard.seconds + issued)
+        stepped = stepped.times(1 / parts)
+        return stepped._replace(seconds=stepped.seconds + issued)
+
+    def _norms(self, column: str, value: str, placement: Placement, parts: int) -> Iterator[Entry]:
+        """Entries of numbers that ranks with parts of a parameter sum in its step."""
+        setting, count = self.setting, self.setting.optimizer.norms
+        apart = setting.mesh.devices // self.holders(value, placement)
+        local, numel = self.numel(value, placement), self.graph.values[value].numel
+        if count and parts > 1:
+            group = setting.group(size=parts, stride=apart)
+            yield setting.collective(column, "all_reduce", FP32, group, calls=count)
+        if count and local < numel:
+            group = setting.group(size=apart, stride=1)
+            yield setting.collective(column, "all_reduce", FP32, group, "tensor", count)
+
+    def _fullest_share(self) -> float:
+        """The part of all matrices' work that the fullest owner of a stage has, where stages have
+        alike many."""
+        mesh, values = self.setting.mesh, self.graph.values
+        stages = max(1, self.setting.cluster.num_devices // mesh.devices)
+        sizes = [float(values[value].numel) for value in [*self.matrices][::stages]]
+        return fullest(sizes, owners_of(sizes, mesh.devices)) / max(sum(sizes), 1.0)
+
+    def _of_matrix(self, column: str, value: str) -> Entry:
+        """Entry of the step of a whole matrix on one rank."""
+        sides, on, kept = self.matrices[value], self.setting.cluster.device, self.setting.kept_bytes
+        matrices = self.setting.optimizer.matrices
+        assert matrices is not None
+        moved = self.graph.values[value].numel * kept * matrices.moved
+        seconds = stream_seconds(on, moved) + matrices.operators * on.launch_overhead_s
+        flops = 0.0
+        itemsize = kept if matrices.dtype == "fp32" else kept / 2
+        for m, n, k, each in matrices.products(sides.rows, sides.columns):
+            batch = each * sides.stacked
+            nbytes = itemsize * batch * (m * k + k * n + m * n)
+            seconds += matmul_seconds(on, matrices.dtype, m, n, k, batch, nbytes)
+            flops += 2 * m * n * k * batch
+        return Entry(column, "optimizer", seconds, flops=flops, moved_bytes=moved)
+
+    def _to_owners_and_back(
+        self, column: str, value: str, placement: Placement, shards: int
+    ) -> Iterator[Entry]:
+        """Entries of a matrix and its gradient on their way to an owner, and of it to all."""
+        setting, kept = self.setting, self.setting.kept_bytes
+        numel, holders = self.graph.values[value].numel, self.holders(value, placement)
+        parts, local = setting.mesh.devices // holders, self.numel(value, placement)
+        among = setting.group(size=parts, stride=1)
+        if shards > 1:
+            group = setting.group(size=shards, stride=parts)
+            yield setting.collective(column, "all_gather", kept * local, group, calls=2)
+        if local < numel:
+            yield setting.collective(column, "all_gather", kept * numel, among, "tensor", 2)
+        apart = setting.group(size=holders, stride=parts)
+        yield setting.collective(column, "broadcast", kept * numel, apart)
+        yield setting.collective(column, "broadcast", kept * numel, among, "tensor")
 
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
@@ -180,6 +260,32 @@ class ParameterPricer:
         setting, holders = self.setting, self.holders(value, placement)
         all_ranks = setting.shards == setting.mesh.holders
         return holders if all_ranks else math.gcd(setting.shards, holders)
+
+    def owned_numel(self, value: str, placement: Placement, *, divided: bool) -> float:
+        """Elements of a matrix that one of its ranks steps for all; 0 where each steps its own:
+        vectors, and what is whole on each and takes no products."""
+        matrices = self.setting.optimizer.matrices
+        if matrices is None or value not in self.matrices or self.setting.mesh.devices == 1:
+            return 0.0
+        numel, sides = self.graph.values[value].numel, self.matrices[value]
+        cut = divided or self.numel(value, placement) < numel
+        return numel if cut or matrices.products(sides.rows, sides.columns) else 0.0
+
+    def moment_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
+        """Bytes of a rank of the moments of a parameter, where ZeRO does not divide it and where it
+        does; of matrices that others step for all, the mean of ranks."""
+        meta, numel = self.graph.values[value], self.numel(value, placement)
+        optimizer, shards = self.setting.optimizer, self.shard_count(value, placement)
+        sides = self.matrices.get(value)
+        if sides is None:
+            nbytes = optimizer.moments * numel
+            return nbytes, nbytes / shards
+        full = optimizer.moment_bytes(meta.numel, sides)
+        owned = (self.owned_numel(value, placement, divided=d) for d in (False, shards > 1))
+        each = full / self.setting.mesh.devices
+        part = full * numel / meta.numel
+        whole, divided = owned
+        return each if whole else part, each if divided else part / shards
 
     def frozen_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
         """Bytes of a frozen parameter: whole, and where ZeRO-3 divides it."""

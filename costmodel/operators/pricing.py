@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memo import Memo
+from meshwright.costmodel.memory import Sides
 from meshwright.costmodel.operators import communication, context
 from meshwright.costmodel.operators.cost import (
     BACKWARD_S,
@@ -28,6 +29,7 @@ from meshwright.costmodel.operators.cost import (
 )
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
+from meshwright.costmodel.operators.matrices import matrices_of
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
 from meshwright.costmodel.operators.products import (
     attention,
@@ -187,6 +189,7 @@ class Pricer(ReshardPricer):
     step: Setting = field(init=False)
     fusion: Fusion = field(default_factory=Fusion)
     unit_numel: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    matrices: Mapping[str, Sides] | None = None  # that the optimizer steps whole
     parameters: ParameterPricer = field(init=False)
     _ops: Memo[tuple[str, str], Priced] = field(default_factory=Memo)
     known_parameters: Memo[Any, Memo[Any, Priced]] = field(default_factory=Memo)
@@ -199,12 +202,15 @@ class Pricer(ReshardPricer):
         target = self.setting.target
         if "block" in (target.unit, target.gathered_unit) and not self.unit_numel:
             self.unit_numel = unit_numels(self.graph)
+        if self.matrices is None:
+            self.matrices = matrices_of(self.graph, self.step.optimizer)
         self.parameters = ParameterPricer(
             graph=self.graph,
             table=self.table,
             setting=self.step,
             numel=self.numel,
             unit_numel=self.unit_numel,
+            matrices=self.matrices,
             known=self.known_parameters,
         )
 

@@ -97,8 +97,8 @@ def stage_memory(
         dp=shards,
         optimizer=setting.optimizer,
         target=setting.target,
-        host=setting.host.states,
-        sent=offload.sent_gradients(setting),
+        away=(setting.host.states, offload.sent_gradients(setting)),
+        moments=(sums.moments, sums.shard_moments),
     )
     stepped = sums.parameters / sharing.parts(shards)
     undone = setting.validated * stepped * setting.optimizer.state_bytes

@@ -127,6 +127,8 @@ class Sums:
     parameters = _Column()
     gradients = _Column()
     shard_parameters = _Column()
+    moments = _Column()
+    shard_moments = _Column()
     frozen_parameters = _Column()
     frozen_bytes = _Column()
     frozen_shard_bytes = _Column()
@@ -403,6 +405,7 @@ def block_sums(price: BlockPrice) -> Sums:
     sums.first_gradients = price.gradient_bytes
     sums.largest_parameters, sums.largest_gathered = price.unit_parameters, price.unit_gathered
     sums.largest_numel, sums.shard_parameters = price.largest_numel, price.shard_parameters
+    sums.moments, sums.shard_moments = price.moments
     sums.frozen_parameters = price.frozen_parameters
     sums.frozen_bytes, sums.frozen_shard_bytes = price.frozen_bytes, price.frozen_shard_bytes
     sums.saved_bytes = passes.saved_bytes
@@ -423,6 +426,7 @@ def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
         sums.parameters = numel
         sums.gradients = sums.first_gradients = pricer.setting.kept_bytes * numel
         sums.shard_parameters = numel / pricer.parameters.shard_count(value, state)
+        sums.moments, sums.shard_moments = pricer.parameters.moment_bytes(value, state)
     else:
         sums.frozen_parameters = numel
         held = pricer.parameters.frozen_bytes(value, state)

@@ -2,8 +2,10 @@
 
 from meshwright.executor.parameters.block_weights import BlockWeights, WeightGather
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
+from meshwright.executor.parameters.named_optimizers import BY_NAME, name_of, named_kind
 from meshwright.executor.parameters.norms import clip_, norm_share
 from meshwright.executor.parameters.optimizer_steps import StepInBackward, UndoableStep, step_alone
+from meshwright.executor.parameters.own_optimizers import LAMB, LARS, Muon
 from meshwright.executor.parameters.parameters import (
     Home,
     ParameterSpec,

@@ -5,7 +5,11 @@ from meshwright.executor.stages.buffers import HeldBuffer
 from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.checked import CheckedPlan, check_evaluable, why_not_evaluable
 from meshwright.executor.stages.lowered import LoweredStage, add_totals
-from meshwright.executor.stages.optimizer_habits import check_steps_alone
+from meshwright.executor.stages.optimizer_habits import (
+    check_steps_alone,
+    chosen_matrices,
+    stepped_whole,
+)
 from meshwright.executor.stages.pipeline import (
     EarlyForwards,
     Keep,

@@ -2,14 +2,17 @@
 
 looks_across    a parameter's step depends on another's gradient (line searches, dot products
                 over all parameters): wrong where other ranks hold the others
+looks_within    an element's step depends on others of its parameter (norms, roots of matrices,
+                scales of parts)
 indexes         it selects elements by a mask, which tensors cut into shards can't do
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -18,8 +21,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.costmodel.memory import Sides, optimizer_named
 from meshwright.executor.errors import OptimizerError
-from meshwright.executor.parameters import WholeTensors, step_alone
+from meshwright.executor.parameters import (
+    BY_NAME,
+    StageParameter,
+    WholeTensors,
+    local_of,
+    step_alone,
+)
 from meshwright.executor.ranks import launch
 
 STEPS, SHAPE = 3, (4, 4)
@@ -35,6 +45,7 @@ _alone: WeakSet[torch.optim.Optimizer] = WeakSet()  # that step each parameter b
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
     looks_across: bool = False
+    looks_within: bool = False
     indexes: bool = False
 
 
@@ -83,6 +94,51 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
     _alone.add(optimizer)
 
 
+def stepped_whole(
+    make: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    *,
+    name: str | None,
+    matrices: Mapping[str, Sides],
+    held: Iterable[StageParameter],
+    cut: bool,
+    several: bool,
+) -> set[str] | None:
+    """FQNs of this rank's parameters that an optimizer should step whole, each on one rank: by the
+    `name` that plans have for it its `matrices`, by value; else what ranks hold parts of, where
+    the step of an element depends on others of its tensor. None where no rank of the plan has any:
+    one of whose stages has parts of parameters (`cut`), or `several` ranks."""
+    trained = [p for p in held if p.trainable]
+    parts = {p.fqn for p in trained if local_of(p.api).shape != p.api.shape}
+    if name and (record := optimizer_named(name).matrices):
+        multiplies = bool(record.products(2, 2))
+        if not (cut or (several and multiplies)):
+            return None
+        mine = {p.fqn for p in trained if p.value in matrices}
+        return mine if multiplies else mine & parts
+    if not cut:
+        return None
+    if name == "adamw8bit":  # which no small CPU tensors try
+        return parts
+    if name or make in BY_NAME.values():
+        return None  # of elements, or by norms, which DTensors know
+    kind = make.func if isinstance(make, partial) else make
+    given = {**make.keywords, **options} if isinstance(make, partial) else options
+    assert isinstance(kind, type)
+    found = habits(kind, given)
+    return parts if found.looks_within and not found.looks_across else None
+
+
+def chosen_matrices(params: Iterable[Any], held: Iterable[StageParameter]) -> Mapping[str, Sides]:
+    """Sides of the matrices that a user gives an optimizer of matrices, by value: all of groups
+    that adapt."""
+    values = {id(p.api): p.value for p in held}
+    groups = [p if isinstance(p, Mapping) else {"params": [p]} for p in params]
+    chosen = [p for group in groups if group.get("adapt", True) for p in group["params"]]
+    sides = {values[id(p)]: Sides.of(p.shape) for p in chosen if id(p) in values}
+    return {value: found for value, found in sides.items() if found}
+
+
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether two small parameters that are stepped one by one end where they do together."""
     kind = type(optimizer)
@@ -114,9 +170,14 @@ def habits(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Hab
     try:
         with torch.random.fork_rng(devices=[]), _Masks() as masks:
             alone, beside = (_stepped(kind, options, scale) for scale in (1.0, 3.0))
+            within = _stepped(kind, options, 1.0, one_of=30.0)
     except Exception:  # noqa: BLE001 - whatever it needs, it is told by its own step
         return Habits()
-    return Habits(looks_across=not torch.equal(alone, beside), indexes=masks.seen)
+    return Habits(
+        looks_across=not torch.equal(alone, beside),
+        looks_within=not torch.equal(alone.flatten()[1:], within.flatten()[1:]),
+        indexes=masks.seen,
+    )
 
 
 def _taken(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,9 +187,13 @@ def _taken(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dic
 
 
 def _stepped(
-    kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], scale: float
+    kind: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    scale: float,
+    one_of: float = 1.0,
 ) -> torch.Tensor:
-    """A parameter after some steps, beside one whose gradient is so many times as large."""
+    """A parameter after some steps, beside one whose gradient is so many times as large; its first
+    element's, too (`one_of`)."""
     torch.manual_seed(0)
     first, second = (nn.Parameter(torch.randn(SHAPE)) for _ in range(2))
     slopes = torch.randn(STEPS, 2, *SHAPE)
@@ -137,6 +202,7 @@ def _stepped(
 
         def closure() -> torch.Tensor:
             first.grad, second.grad = of_first.clone(), scale * of_second  # noqa: B023
+            first.grad[0, 0] *= one_of
             return torch.ones(())
 
         closure()

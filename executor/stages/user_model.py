@@ -278,7 +278,7 @@ def check_trains(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> N
         place="optimizer",
         legal="an optimizer over the result's parameters(), the model's, or some of them",
         way_out="make it over those; give others an optimizer of their own, which extra={'name': "
-        "it} saves, as it does one of whole_tensor_optimizer",
+        "it} saves",
     )
 
 

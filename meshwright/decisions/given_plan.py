@@ -71,6 +71,15 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=decision.off,
                 way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
             )
+    if problem.stepped.matrices and (
+        plan.stepping != "at_end" or any(stage.host.states for stage in plan.stages)
+    ):
+        raise PlanError(
+            f": {problem.optimizer} steps each matrix whole, on one of the ranks that hold it",
+            place="plan: states in host memory, or stepped before or after the end of a step",
+            legal="states on the devices, stepped at the end of a step",
+            way_out="plan with an optimizer of elements: optimizer='adamw', or plan again",
+        )
     if plan.num_microbatches > 1 and problem.meetings:
         raise PlanError(
             f"={plan.num_microbatches}: {kept_together(problem.meetings)}",

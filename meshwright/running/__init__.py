@@ -1,7 +1,7 @@
 """A plan that runs: its steps, and what it holds."""
 
 from meshwright.running.data_parallel import DataParallel
-from meshwright.running.evaluation import Evaluated, Evaluation
+from meshwright.running.evaluation import Evaluated, Evaluation, logits_and_ids
 from meshwright.running.planned import PlannedModel
 from meshwright.running.recalibrated import Recalibration, recalibrated, with_corrections
 from meshwright.running.state import State

@@ -261,7 +261,7 @@ class Generator:
 
     def __init__(self, runtime: Runtime, traced: TracedModel, rows: int) -> None:
         self.runtime, self.traced, self.rows = runtime, traced, rows
-        self.logits, self.ids = _logits_and_ids(traced)
+        self.logits, self.ids = logits_and_ids(traced)
         self.causal: bool | None = None
         why = why_not_cached(runtime.planned.checked)
         self.cached = None if why else CachedForward(runtime, self.logits)
@@ -430,7 +430,7 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     return bool((one - two).abs().max() <= CLOSE * one.abs().max())
 
 
-def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:
+def logits_and_ids(traced: TracedModel) -> tuple[str, str]:
     """The value of the logits, and the path of the ids that they are made of."""
     graph = traced.graph
     known = {} if graph.outputs is None else graph.outputs.known

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.costmodel.memory import optimizer_named
+from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, weights
-from meshwright.executor.parameters import WholeTensors
+from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
 from meshwright.executor.ranks import background, progress, run_on_all
 from meshwright.executor.runtime import group_of
-from meshwright.executor.stages import check_trains
+from meshwright.executor.stages import check_trains, chosen_matrices, stepped_whole
+from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running.planned import PlannedModel
 
@@ -28,11 +32,17 @@ class State(PlannedModel):
         """Raise ValueError, on all ranks, for an optimizer of more than the model. Collective."""
         if self._why_not or (optimizer is None and self._runtime is None):
             return  # nothing runs; where ranks do, all of them have a runtime
+        if isinstance(optimizer, WholeTensors):
+            return  # it was made over this model's
         runtime = self.runtime
         background.finish_all()  # a save may use the group
         group = group_of(runtime)
         with progress.during("checking the optimizer"):
             run_on_all(group, lambda: check_trains(optimizer, runtime.model))
+
+    def _held(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+        """An optimizer over parameters as this rank holds them. Collective."""
+        return optimizer.spread() if isinstance(optimizer, WholeTensors) else optimizer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the user's FQNs: the model's own objects where every rank holds
@@ -43,6 +53,64 @@ class State(PlannedModel):
         """For any torch optimizer. Norms and means of a parameter are those of the whole; one that
         needs whole matrices has `whole_tensor_optimizer`."""
         return (p for _, p in self.named_parameters())
+
+    def make_optimizer(
+        self,
+        kind: str | Callable[..., torch.optim.Optimizer] | None = None,
+        params: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """`kind(params, **options)`, whole where parts of a tensor would be stepped otherwise.
+
+        `kind` is a name of plans or a class of optimizers, None the one that was planned; `params`
+        as for `whole_tensor_optimizer`. Matrices of Muon, Adafactor and Shampoo, and all that ranks
+        hold parts of where an unknown kind's step of an element depends on others of its tensor,
+        are stepped by owners, as by `whole_tensor_optimizer`; all else where it is. Of "muon"
+        without `params`, tables and the last product's weights are stepped by AdamW. Raises
+        `ArgumentError` for a name without a class.
+        """
+        kind = self._problem.optimizer if kind is None else kind
+        make = BY_NAME.get(kind) if isinstance(kind, str) else kind
+        made = make.func if isinstance(make, partial) else make
+        if make not in BY_NAME.values() and not (
+            isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+        ):
+            raise ArgumentError.refused(
+                "make_optimizer: kind", kind, legal=[*BY_NAME],
+                way_out="give the class that you train with: make_optimizer(ItsClass, lr=...)",
+            )  # fmt: skip
+        assert make is not None
+        name = kind if isinstance(kind, str) else named_kind(made)
+        held, place = self.runtime.stage_parameters, self.runtime.place
+        matrices: Mapping[str, Any] = {}
+        if name:
+            matrices = matrices_of(self._problem.graph, optimizer_named(name))
+        if params is None:
+            params = [p.api for p in held if p.trainable]
+            if make is Muon:
+                split = [(p.api, p.value in matrices) for p in held if p.trainable]
+                params = [
+                    {"params": [p for p, is_matrix in split if is_matrix is adapt], "adapt": adapt}
+                    for adapt in (True, False)
+                ]
+        elif matrices:
+            params = [*params]
+            matrices = chosen_matrices(params, held)
+        stages = [(s.zero > 0, s.tp > 1, s.dp * s.tp * s.cp > 1) for s in self.plan.stages]
+        whole = stepped_whole(
+            make, options, name=name, matrices=matrices, held=held,
+            cut=any((zero and several) or tp for zero, tp, several in stages),
+            several=any(several for _, _, several in stages),
+        )  # fmt: skip
+        try:
+            if whole is None:
+                return make(params, **options)
+            return WholeTensors(make, params, held=held, place=place, options=options, whole=whole)
+        except TypeError as error:
+            raise ArgumentError(
+                f"({', '.join(options)}): {error}", place=f"make_optimizer: {kind}",
+                legal="options of that optimizer",
+            ) from error  # fmt: skip
 
     def whole_tensor_optimizer(
         self,
@@ -56,7 +124,7 @@ class State(PlannedModel):
         `params` are of `named_parameters()`, or torch's groups of them; None means all that train.
         Each tensor is gathered to one owner among its ranks, stepped there, and sent back: every
         rank keeps the states of its share, and each element crosses the links three times a step.
-        Its `state_dict` is collective; a checkpoint takes it as `extra=`.
+        Its `state_dict` is collective; a checkpoint takes it as any optimizer, for every plan.
         """
         runtime = self.runtime
         chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
@@ -150,8 +218,9 @@ class State(PlannedModel):
             before, self._saving = self._saving, None
             before.wait()
         self._check_optimizer(optimizer)
+        held = self._held(optimizer)
         self._saving = checkpoint.save(
-            self.runtime, path, optimizer, extra=extra, asynchronous=asynchronous
+            self.runtime, path, held, extra=extra, asynchronous=asynchronous
         )
         return self._saving
 
@@ -170,4 +239,7 @@ class State(PlannedModel):
         damaged file, or one that would run code), the same on all ranks.
         """
         self._check_optimizer(optimizer)
-        checkpoint.load(self.runtime, path, optimizer, extra=extra)
+        held = self._held(optimizer)
+        checkpoint.load(self.runtime, path, held, extra=extra)
+        if isinstance(optimizer, WholeTensors) and held is not None:
+            optimizer.take(held)

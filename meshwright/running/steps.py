@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.memory import FUSED
 from meshwright.costmodel.operators import Problem
 from meshwright.executor.devices import Clock
 from meshwright.executor.errors import BatchError, OptimizerError
-from meshwright.executor.parameters import clip_
+from meshwright.executor.parameters import clip_, name_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import MeasuredStep, Stopwatch, timed_step
 from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, TokenCount, logger_for
@@ -291,19 +290,6 @@ def _tuple(batch: Any) -> tuple[Any, ...]:
 
 
 DIFFERS = 0.01  # of the planned peak: less is not said
-
-
-def name_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Name of an optimizer in plans; None for one that they don't know."""
-    group, kind = optimizer.param_groups[0], type(optimizer).__name__.lower()
-    if "8bit" in kind:
-        return "adamw8bit"
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW too
-        plain = "adamw" if isinstance(optimizer, torch.optim.AdamW) else "adam"
-        return plain + FUSED * bool(group.get("fused"))
-    if isinstance(optimizer, torch.optim.SGD):
-        return "momentum" if group["momentum"] else "sgd"
-    return "adagrad" if isinstance(optimizer, torch.optim.Adagrad) else None
 
 
 def other_than_counted(

@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import fused, model_states, optimizer_named
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import Problem, mean_moments
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import Candidate, MeshChoice
@@ -164,6 +164,7 @@ def _states_bytes(problem: Problem, numel: float, sharing: Sharing = UNSHARED) -
         dp=1,
         optimizer=problem.stepped,
         target=problem.target,
+        moments=(numel * mean_moments(problem),) * 2,
     ).nbytes
 
 

@@ -21,6 +21,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, PipelineShape, in_flight
 from meshwright.costmodel.stages import fits
 from meshwright.planner import inter_op
+from meshwright.planner.decisions import STEPPINGS
 from meshwright.planner.drafts.candidates import (
     Candidate,
     PlanDraft,
@@ -65,7 +66,7 @@ class Drafter:
         memory_margin: float = 0.0,
         programs: BlockPrograms | None = None,
     ) -> None:
-        graph = problem.graph
+        graph, whole = problem.graph, problem.stepped.matrices is not None
         self.problem = problem
         self.global_batch_size = global_batch_size
         self.overrides = overrides
@@ -74,9 +75,11 @@ class Drafter:
             overrides,
             graph,
             target=problem.target,
-            allow=problem.allow,
+            allow=[name for name in problem.allow if not (whole and name in STEPPINGS)],
             precision=problem.precision,
         )
+        if whole:
+            _check_stepped_whole(problem, self.restrictions)
         _check_host(problem, overrides, self.restrictions)
         forced = self.restrictions.shardings
         entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")
@@ -137,6 +140,22 @@ class Drafter:
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""
         self.equal.forget()
+
+
+def _check_stepped_whole(problem: Problem, over: Restrictions) -> None:
+    """Raise `OverrideError` for what an optimizer of whole matrices does not do."""
+    stepping = over.steppings[0]
+    asked = {
+        "offload={'optimizer': ...}": over.host_states or over.host_weights,
+        **{f"{name}=True": stepping == way for name, way in STEPPINGS.items()},
+    }
+    if said := [name for name, value in asked.items() if value]:
+        raise OverrideError(
+            f": {problem.optimizer} steps each matrix whole, on one of the ranks that hold it",
+            place=f"override {said[0]} with optimizer={problem.optimizer!r}",
+            legal="states on the devices, stepped at the end of a step",
+            way_out="drop it, or plan with an optimizer of elements: optimizer='adamw'",
+        )
 
 
 def _check_host(problem: Problem, overrides: Overrides, over: Restrictions) -> None:

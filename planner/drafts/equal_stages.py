@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import model_states
 from meshwright.costmodel.mesh import Batch, HostParts, Mesh, Stepping
-from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators import Setting, mean_moments
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharing import UNSHARED, Sharing
@@ -668,6 +668,10 @@ class MemoryFloor:
     def _trained(self) -> int:
         return self.space.graph.num_trained()
 
+    @cached_property
+    def _moments(self) -> float:
+        return mean_moments(self.space.problem)
+
     def allows(self, mesh: Mesh, m: int, groups: int) -> bool:
         """Whether m micro-batches of the model may fit on such a mesh for each device group."""
         if not self._states_fit(mesh, m, groups):
@@ -711,8 +715,13 @@ class MemoryFloor:
                 dp=sharing.among(mesh.holders),
                 optimizer=problem.stepped,
                 target=problem.target,
-                host=self.space.most_away.states,
-                sent=self.space.most_away.states,
+                away=(self.space.most_away.states,) * 2,
+                moments=(
+                    part * self._moments / (mesh.holders if problem.stepped.matrices else 1),
+                    part
+                    * self._moments
+                    / (mesh.holders if problem.stepped.matrices else sharing.among(mesh.holders)),
+                ),
             )
             for sharing in self.space.zeros(mesh)
         )
@@ -729,9 +738,15 @@ class MemoryFloor:
         setting = self.programs.coster.setting(mesh, batch, stepping=stepping)
         ranks = _reference(mesh).devices
         among, frozen = kinds.shard_parameters * ranks, kinds.frozen_shard_bytes * ranks  # on one
+        moments = kinds.shard_moments * ranks
+        if setting.optimizer.matrices:  # whole matrices lie on one rank each
+            kinds.moments = moments / mesh.holders
         host, needs = self.space.most_away, []
         for sharing in self.space.zeros(mesh):
             kinds.shard_parameters = among / sharing.among(mesh.holders)
+            kinds.shard_moments = moments / sharing.among(mesh.holders)
+            if setting.optimizer.matrices:
+                kinds.shard_moments = kinds.moments
             kinds.frozen_shard_bytes = frozen / sharing.among(mesh.holders)
             parts = replace(host, weights=host.weights * (not sharing.gathers))
             shared = replace(setting, sharing=sharing, host=parts)

@@ -76,9 +76,11 @@ def _held(problem: Problem, held: float) -> Iterator[HostParts]:
 
 def held_by_hosts(problem: Problem, over: Restrictions) -> float:
     """The part of all states that the hosts hold, each element once; 0 where nothing may lie there:
-    on CPU ranks, whose memory it is, and where the user, the target or the cluster says so."""
+    on CPU ranks, whose memory it is, and where the user, the target, the optimizer or the cluster
+    says so."""
     cluster, host = problem.cluster, problem.cluster.host
     may = cluster.device.kind == "cuda" and problem.target.gradients_come
+    may = may and problem.stepped.matrices is None  # which are stepped whole, on devices
     if host is None or not may or over.host_states is not None:
         return 0.0
     states = problem.graph.num_trained() * held_bytes(problem)

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from meshwright.costmodel import memory
+from meshwright.costmodel import memory, operators
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import REGATHER, parts_of
 from meshwright.costmodel.schedules import Action
@@ -23,7 +23,7 @@ from meshwright.costmodel.stages import (
     communicator_bytes,
     walked,
 )
-from meshwright.planner.plan import Plan, crossings, off_device
+from meshwright.planner.plan import Plan, StagePlan, crossings, off_device
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segment_costs import in_segments
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster
@@ -108,7 +108,6 @@ def _stage_bytes(
     for entered in priced.blocks:
         outputs |= {value: entered.assignment.states[value] for value in entered.block.outputs}
     trained, numbers, frozen = _parameters(priced, held)
-    owned = [p.numel / stage.parts(p.shards) for p in trained if not p.host]
     gathered = _gathered([*trained, *frozen], len(priced.blocks), setting)
     entering = entering_bytes(priced)
     blocks = []
@@ -138,7 +137,7 @@ def _stage_bytes(
     return StageBytes(
         fixed=weights + states,
         weights=weights,
-        optimizer=0.0 if setting.in_backward else temporary(owned),
+        optimizer=0.0 if setting.in_backward else _step_bytes(trained, stage, setting),
         blocks=sending(priced, blocks),
         seeds=sum(pricer.nbytes(value, outputs[value]) for value in sent),
         trained=trained,
@@ -153,6 +152,20 @@ def _stage_bytes(
             stepping=(lambda numel: temporary([numel])) if setting.in_backward else None,
         ),
     )
+
+
+def _step_bytes(trained: Sequence[memory.Trained], stage: StagePlan, setting: Setting) -> float:
+    """Bytes that the optimizer makes in a step: of what a rank steps in place; of whole matrices,
+    each at its owner with its gradient, and one that is gathered, with what is made for it."""
+    kind, optimizer = setting.cluster.device.kind, setting.optimizer
+    own = [p.numel / stage.parts(p.shards) for p in trained if not (p.host or p.owned)]
+    if optimizer.matrices is None:
+        return optimizer.temporary_bytes(own, kind)
+    owned, both = [p.owned for p in trained if p.owned], 2 * setting.kept_bytes
+    largest = max(owned, default=0.0)
+    held = both * operators.fullest(owned, operators.owners_of(owned, setting.mesh.devices))
+    made = max(optimizer.matrices.made * largest, optimizer.temporary_bytes(own, kind))
+    return held + max(both * largest, made)
 
 
 def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
@@ -200,10 +213,15 @@ def _fixed_bytes(
             p.shards,
             weight_bytes=setting.weight_bytes,
             sharing=sharing,
-            optimizer=optimizer,
+            kept=setting.kept_bytes,
+            moments=p.moments,
             host=p.host,
         )
         weights, states = weights + weight_bytes, states + state_bytes
+    if owned := [p for p in trained if p.owned]:  # the fullest owner has more than the mean
+        whole = [p.moments[0] * setting.mesh.devices for p in owned]
+        owners = operators.owners_of([p.owned for p in owned], setting.mesh.devices)
+        states += operators.fullest(whole, owners) - sum(p.moments[0] for p in owned)
     return weights, states
 
 
@@ -243,6 +261,8 @@ def _parameters(
             readers=len(reached.intersection(places)),
             host=value in off.states,
             away=value in off.weights,
+            moments=pricer.parameters.moment_bytes(value, state),
+            owned=pricer.parameters.owned_numel(value, state, divided=stage.parts(shards) > 1),
         )
         trained.append((p, places))
     trained.sort(key=lambda pair: (pair[0].block, pair[1]))

@@ -34,6 +34,7 @@ planner.plan
 planner.inter_op
 planner.pricing
 planner.stages
+planner.serving
 planner.overrides planner.page
 planner.report
 planner.drafts

@@ -109,9 +109,11 @@ def programs_of(
 def sums_of(**columns: float | tuple[float, float, float, float]) -> Sums:
     """Sums of one block: named columns, others 0; by name of a policy what it runs again: seconds,
     of which communication, the host's seconds, bytes freed, which its backward holds; `passing`
-    bytes of that whatever the policy. Gradients are in fp32."""
+    bytes of that whatever the policy. Gradients and AdamW's moments are in fp32."""
     sums, again = Sums.zeros(), dict.fromkeys(RECOMPUTE, columns.pop("passing", 0.0))
     sums.blocks, sums.gradients = 1.0, 4.0 * columns.get("parameters", 0.0)
+    sums.moments = 8.0 * columns.get("parameters", 0.0)
+    sums.shard_moments = 8.0 * columns.get("shard_parameters", 0.0)
     for name, value in columns.items():
         if isinstance(value, tuple):
             sums.set_recompute(name, *value)

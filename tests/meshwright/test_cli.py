@@ -250,7 +250,7 @@ def test_the_users_own_error_shows_its_traceback_once(capsys: Captured) -> None:
         ([*PLAN, "--bacth", "4"],
          "unrecognized arguments: --bacth 4; legal: those of `meshwright plan --help`; nearest: "),
         ([], "meshwright: a command is missing; legal: plan | show | "),
-        (["plan"], "meshwright plan: model and --batch are missing; legal: model (module:"),
+        (["plan"], "meshwright plan: model is missing; legal: model (module:"),
         (["report", "a.json"], "meshwright report: -o/--output is missing; legal: --output"),
     ],
 )  # fmt: skip
@@ -445,7 +445,7 @@ def test_the_report_is_printed_where_the_plan_can_not_be_rehearsed(capsys: Captu
     assert main([*FOUR, "--dp", "8", "--rehearse", "--optimizer", "lion"]) == 1
     out, err = capsys.readouterr()
     assert "Chosen: dp8" in out and "ehearsed" not in out
-    assert "error: rehearse: torch has no optimizer 'lion'" in err
+    assert "error: rehearse: optimizer 'lion': torch has none" in err
 
 
 # --- run -----------------------------------------------------------------------------------------

@@ -9,19 +9,22 @@ import torch
 from torch import optim
 
 from meshwright.costmodel.operators import Problem
+from meshwright.executor.parameters import name_of
+from meshwright.optim import LAMB, LARS, Muon
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.running import steps
-from meshwright.running.steps import name_of, other_than_counted
+from meshwright.running.steps import other_than_counted
 from tests.helpers import tiny
 from tests.helpers.planning import linears, problem_of
 
 MADE = {
     "adamw": optim.AdamW, "adamw_fused": partial(optim.AdamW, fused=True), "adam": optim.Adam,
     "sgd": partial(optim.SGD, lr=0.1), "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
-    "adagrad": optim.Adagrad,
+    "adagrad": optim.Adagrad, "lamb": LAMB, "lars": LARS, "muon": Muon,
+    "adafactor": optim.Adafactor,
 }  # fmt: skip
 
 

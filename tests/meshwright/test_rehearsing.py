@@ -197,7 +197,7 @@ def test_an_optimizer_that_cannot_be_rehearsed_is_said(optimizer: Any, says: str
 @second_tier("the command says it of the same optimizer (test_cli)")
 def test_torch_may_not_have_the_planned_optimizer() -> None:
     result = planned(net(), 4, optimizer="lion")
-    with pytest.raises(ValueError, match=r"torch has no optimizer 'lion'; legal: .*adamw.*lambda"):
+    with pytest.raises(ValueError, match=r"'lion': torch has none; legal: .*adamw.*lambda"):
         result.rehearse()
     assert result.rehearse(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).ok
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.executor.stages.optimizer_habits import Habits, habits
+from meshwright.optim import LAMB, LARS
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import second_tier
 
@@ -27,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LBFGS": {"lr": 0.1, "max_iter": 2},  # few: rounding grows with each of them
     "Muon": {"lr": 1e-3},
 }
+OWN = {"LAMB": LAMB, "LARS": LARS}
 MATRICES = ("Muon",)
 SPARSE = ("SparseAdam",)  # which takes no dense gradient on one device, either
 PLANS: dict[str, dict[str, Any]] = {
@@ -34,6 +36,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero1": {"dp": 2, "zero": 1},
     "zero2": {"dp": 2, "zero": 2},
     "zero3": {"dp": 2, "zero": 3},
+    "tp2": {"tp": 2},
     "pp2": {"pp": 2, "schedule": "1f1b", "num_microbatches": 2},
     "pp2 zb": {"pp": 2, "schedule": "zb_h1", "num_microbatches": 2},
 }
@@ -64,9 +67,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def made(name: str, parameters: Any) -> torch.optim.Optimizer:
     chosen = [p for p in parameters if name not in MATRICES or p.ndim == 2]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(
-        chosen, **OPTIONS.get(name, {"lr": 1e-2})
-    )
+    kind = OWN.get(name) or getattr(torch.optim, name)
+    optimizer: torch.optim.Optimizer = kind(chosen, **OPTIONS.get(name, {"lr": 1e-2}))
     return optimizer
 
 
@@ -118,7 +120,7 @@ def trained(plan: str, names: list[str]) -> dict[str, dict[str, torch.Tensor] | 
 @second_tier("what each reads of others is found below; SGD and Adam train in other tests")
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_is_right_or_refused(plan: str) -> None:
-    names = [name for name in KINDS if name not in SPARSE]
+    names = [name for name in (*KINDS, *OWN) if name not in SPARSE]
     found = on_ranks(2, trained, plan, names)
     for name in names:
         outcome = found[name]
@@ -136,7 +138,8 @@ def test_each_is_right_or_refused(plan: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_habits_are_seen(name: str) -> None:
     defaults = made(name, [nn.Parameter(torch.randn(4, 4))]).defaults
-    expected = Habits(looks_across=name == "LBFGS", indexes=name == "Rprop")
+    within = name in ("Adafactor", "LBFGS", "Muon")
+    expected = Habits(looks_across=name == "LBFGS", looks_within=within, indexes=name == "Rprop")
     assert habits(getattr(torch.optim, name), defaults) == expected
 
 
@@ -162,5 +165,5 @@ class NeedsMore(torch.optim.Optimizer):
 
 
 def test_habits_of_others() -> None:
-    assert habits(Prodigious, {"lr": 0.1}) == Habits(looks_across=True)
+    assert habits(Prodigious, {"lr": 0.1}) == Habits(looks_across=True, looks_within=True)
     assert habits(NeedsMore, {}) == Habits()

@@ -24,6 +24,7 @@ from meshwright.planner.search import Search, some_plan_fits
 from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import searching
+from meshwright.shell.commands.served import check_training, serving
 from meshwright.shell.named import CommandError, cluster_named
 from meshwright.shell.progress import progress_shown
 from meshwright.shell.terminal import Answer, listed
@@ -39,11 +40,15 @@ FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser, source=True)
     parser.add_argument("--plan", help="plan file: whether a plan with its decisions fits")
+    flags.add_serving(parser, "--generate", "whether generation fits, and of how many rows at once")
     flags.add_search(parser)
     override_flags.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
+    if args.serves:
+        return _generating(args)
+    check_training(args)
     with progress_shown():
         overrides = override_flags.overrides_of(args)
         _check(args)
@@ -51,11 +56,23 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(data=answer.as_dict, text=lambda: str(answer), code=2 * (answer.verdict == NOT))
 
 
+def _generating(args: argparse.Namespace) -> Answer:
+    """The most rows at once that fit, by tensor axis and stages."""
+    found = serving(args, "--generate")
+    asked, most = found.asked, max(found.fits, key=lambda fit: fit.rows * fit.replicas)
+    lines = [
+        f"{FITS}: {most.rows * most.replicas:,} rows at once of {asked.prompt:,} tokens of prompt "
+        f"and {asked.new:,} new ones, with tp={most.tp}, pp={most.pp} on {most.replicas} replicas",
+        f"  kept of a token: {sized(found.token_bytes)}, "
+        f"{found.token_bytes / found.plain_bytes:.0%} of the keys and values of all heads",
+        *(f"  tp={fit.tp}, pp={fit.pp}: {fit.rows:,} rows a replica" for fit in found.fits),
+    ]
+    return Answer(data=found.as_dict, text=lambda: "\n".join(lines))
+
+
 def _check(args: argparse.Namespace) -> None:
     if args.source and args.plan:
         raise CommandError("decides all", place="--from beside --plan", legal="one of them")
-    if args.global_batch_size is None and not args.source:
-        raise CommandError("is missing", place="--batch", legal="rows per optimizer step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

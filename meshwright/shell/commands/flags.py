@@ -24,9 +24,10 @@ def add_model(
     optional: bool = False,
     several: bool = False,
     source: bool = False,
+    serves: bool = False,
 ) -> None:
     """`optional` where a command does something without a model, `several` clusters, `source` where
-    a configuration of another software may say the rest."""
+    a configuration of another software may say the rest, `serves` where it may plan no training."""
     parser.add_argument(
         "model",
         nargs="?" if optional else None,
@@ -43,7 +44,7 @@ def add_model(
         dest="global_batch_size",
         type=int,
         metavar="BATCH",
-        required=not (optional or source),
+        required=not (optional or source or serves),
         help="global batch size, rows per optimizer step",
     )
     parser.add_argument(
@@ -127,6 +128,24 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
     return value
+
+
+def add_serving(parser: argparse.ArgumentParser, flag: str, what: str) -> None:
+    """A flag for serving in place of training, and those of what is served."""
+    group = parser.add_argument_group("serving", f"what {flag} takes beside the model")
+    group.add_argument(flag, action="store_true", dest="serves", help=what)
+    for name, words in (
+        ("--prompt", "tokens of a prompt (default 1024)"),
+        ("--new", "new tokens of a row (default 256)"),
+        ("--rows", "rows at once on a replica (default: as many as pay)"),
+    ):
+        group.add_argument(name, type=positive, metavar="N", help=words)
+    for name, words in (
+        ("--token-s", "most seconds from token to token"),
+        ("--first-s", "most seconds to a first token"),
+        ("--tokens-per-s", "new tokens a second that are wanted, of as few devices as may be"),
+    ):
+        group.add_argument(name, type=positive_number, metavar="NUMBER", help=words)
 
 
 def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:

@@ -13,6 +13,7 @@ from meshwright.shell import override_flags
 from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import named_report, parallelized
 from meshwright.shell.commands.rehearse import exit_code
+from meshwright.shell.commands.served import check_training, serving
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
 from meshwright.shell.terminal import Answer, say
@@ -29,7 +30,7 @@ MORE_SEARCHES = 3  # for a plan that fits by its rehearsal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_model(parser)
+    flags.add_model(parser, serves=True)
     parser.add_argument("-o", "--output", help="write the plan to this file")
     parser.add_argument("--trace", help="write the simulated step as a Chrome trace")
     parser.add_argument("--html", metavar="FILE", help="write the report as a page")
@@ -44,11 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the chosen plan's steps for ranks that are not there, and say what doesn't match",
     )
+    flags.add_serving(parser, "--serve", "plan how to serve the model in place of training it")
     flags.add_search(parser)
     override_flags.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
+    if args.serves:
+        return _served(args)
+    check_training(args)
     overrides = override_flags.overrides_of(args)
     if args.html:
         check_installed()  # before a search that may take long
@@ -62,6 +67,14 @@ def run(args: argparse.Namespace) -> Answer:
         _answer(args, result).show(as_json=args.json)
         raise
     return _answer(args, result, rehearsal.line, exit_code(rehearsal, result.report))
+
+
+def _served(args: argparse.Namespace) -> Answer:
+    found = serving(args, "--serve")
+    lines = [str(found)]
+    if args.price:
+        lines.append(f"{found.price_per_million(args.price):,.2f} for a million new tokens")
+    return Answer(data=found.as_dict, text=lambda: "\n".join(lines))
 
 
 def _answer(
@@ -122,6 +135,8 @@ def _closing(args: argparse.Namespace, report: Report) -> list[str]:
     command = launch_line(
         args.model, args.cluster, nodes, each, plan.global_batch_size, plan.precision, args.output
     )
+    if args.optimizer:
+        command += f" --optimizer {args.optimizer}"
     wrapped = textwrap.wrap(
         command, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

@@ -36,8 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer | None:
     """Trains on all ranks; the answer is rank 0's."""
-    import torch
-
     from meshwright.executor.ranks import launch
     from meshwright.running import repeated
 
@@ -50,7 +48,7 @@ def run(args: argparse.Namespace) -> Answer | None:
         elif not result.runtime.loaded:
             result.init_weights()
         batch = repeated(example, args.global_batch_size)
-        optimizer = torch.optim.AdamW(result.parameters(), lr=args.lr)
+        optimizer = result.make_optimizer(args.optimizer or "adamw", lr=args.lr)
         losses, timed = list[float](), None
         for step in range(args.steps):
             if args.timeline and step + 1 == args.steps:

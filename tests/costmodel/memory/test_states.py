@@ -6,7 +6,9 @@ fp32 copy and two moments). Rajbhandari et al., "ZeRO", 2020: 4Ψ + KΨ; ZeRO-1 
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
+from meshwright.optim import LAMB, LARS, Muon
 
 HALF = Target(name="16-bit gradients", gradient_bytes=2)
 RANKS = st.integers(1, 512)
@@ -116,8 +119,13 @@ def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
 def test_what_stays_between_steps(
     precision: str, zero: int, shards: int, host: bool, per_parameter: float
 ) -> None:
-    given: Any = {**in_precision(precision), "host": host}
-    found = fixed_bytes(1000, shards, sharing=Sharing(zero=zero), **given)
+    given: Any = in_precision(precision)
+    kept = given["optimizer"].kept_bytes
+    moments = (2 * kept * 1000.0, 2 * kept * 1000.0 / shards)
+    found = fixed_bytes(
+        1000, shards, weight_bytes=given["weight_bytes"], sharing=Sharing(zero=zero), kept=kept,
+        moments=moments, host=host,
+    )  # fmt: skip
     assert sum(found) == 1000 * per_parameter
 
 
@@ -128,27 +136,31 @@ def test_a_step_is_undone_from_weights_and_moments_of_its_optimizer() -> None:
     assert optimizer_named("adamw8bit", 2).state_bytes == 2 + 2 * 1
     assert [Sharing(zero=zero).parts(4) for zero in range(4)] == [1, 4, 4, 4]
     # in single precision but where the name says less
-    moments = {"adamw": 2, "adam": 2, "momentum": 1, "lion": 1, "adagrad": 1, "sgd": 0}
+    moments = {"adamw": 2, "adam": 2, "momentum": 1, "lion": 1, "adagrad": 1, "sgd": 0,
+               "lamb": 2, "lars": 1, "muon": 2, "adafactor": 1, "shampoo": 2}  # fmt: skip
     whole = {**moments, "adamw_fused": 2, "adam_fused": 2}
     less = {"adamw_bf16": 2 * 2, "adamw8bit": 2 * 1}
     kept = {name: optimizer_named(name).moments for name in OPTIMIZERS}
     assert kept == {name: 4 * count for name, count in whole.items()} | less
-    with pytest.raises(ValueError, match=r"optimizer='lamb'; legal: adagrad.*moments as yours"):
-        optimizer_named("lamb")
+    with pytest.raises(ValueError, match=r"optimizer='rprop'; legal: adafactor.*moments as yours"):
+        optimizer_named("rprop")
 
 
 class Traffic(TorchDispatchMode):
-    """Words that operators read and write of tensors of `numel` elements."""
+    """Words that operators read and write of tensors of `numel` elements, and bytes of these but
+    for products'."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, products: Collection[str] = ()) -> None:
         super().__init__()
-        self.numel, self.words = numel, 0
+        self.numel, self.words, self.nbytes, self.products = numel, 0, 0, products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for read in ({id(x): x for x in tree_leaves((args, kwargs))}.values(), tree_leaves(out)):
-            tensors = (x for x in read if isinstance(x, torch.Tensor))
-            self.words += sum(x.numel() for x in tensors if x.numel() >= self.numel)
+            tensors = [x for x in read if isinstance(x, torch.Tensor) and x.numel() >= self.numel]
+            self.words += sum(x.numel() for x in tensors)
+            beside = func.overloadpacket.__name__ not in self.products
+            self.nbytes += beside * sum(x.nbytes for x in tensors)
         return out
 
 
@@ -176,6 +188,67 @@ def test_an_optimizer_moves_what_torch_s_does(name: str, dtype: torch.dtype) -> 
         for device in ("cuda", "cpu")
     ]
     assert made == [nbytes * 40, 2 * nbytes * 30, 0, 0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lamb", LAMB), ("lars", LARS)])
+def test_ours_move_and_make_what_they_are_counted_with(name: str, kind: Any) -> None:
+    """Words of a step parameter by parameter, on GPUs, too, and the most that it makes at once."""
+    weights = [torch.randn(n).requires_grad_() for n in (100, 300)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer, record = kind(weights), optimizer_named(name)
+    optimizer.step()
+    with Traffic(100) as traffic:
+        optimizer.step()
+    assert 400 * record.moved == 4 * traffic.words
+    with Made(100) as made:
+        optimizer.step()
+    assert {record.temporary_bytes([100, 300], on) for on in ("cpu", "cuda")} == {4 * made.most}
+    assert record.issues("cuda") == record.issues("cpu") > optimizer_named("adamw").issues("cuda")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("muon", Muon), ("adafactor", torch.optim.Adafactor)])
+def test_matrices_move_and_make_what_they_are_counted_with(name: str, kind: Any) -> None:
+    """Words beside large products, which read and write theirs; vectors apart."""
+    record, products = optimizer_named(name), ("mm", "addmm", "transpose") * (name == "muon")
+    assert record.matrices
+    for shape, words in ((24, 25), record.matrices.moved), ((600,), record.moved / 4):
+        weight = torch.randn(shape).requires_grad_()
+        weight.grad = torch.randn(shape)
+        optimizer = kind([weight])
+        optimizer.step()
+        with Traffic(400, products) as traffic:
+            optimizer.step()
+        assert traffic.nbytes == 4 * 600 * words
+        with Made(400) as made:
+            optimizer.step()
+        if len(shape) == 1:
+            assert record.temporary_bytes([600], "cuda") == 4 * made.most
+        else:
+            assert 0.95 * 600 * record.matrices.made < 4 * made.most <= 600 * record.matrices.made
+
+
+class Made(TorchDispatchMode):
+    """The most words of new tensors of `numel` elements or more that are there at once; halves of
+    them in bf16."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.most, self.now = numel, 0.0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        new = isinstance(out, torch.Tensor) and out.data_ptr() not in given
+        if new and out.numel() >= self.numel:
+            words = out.nbytes / 4
+            self.now += words
+            self.most = max(self.most, self.now)
+            finalize(out.untyped_storage(), self._gone, words)
+        return out
+
+    def _gone(self, words: float) -> None:
+        self.now -= words
 
 
 def test_moments_of_a_type_of_their_own_stay() -> None:

@@ -90,7 +90,7 @@ def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int
     # those of two buckets on their way are there all the time
     assert (none - all_, none - some) == pytest.approx((freed, freed / 4), rel=0.02)
     optimizer = optimizer_named("adamw")
-    states: Any = {"weight_bytes": 2, "dp": 8, "optimizer": optimizer, "host": 1.0, "sent": 1.0}
+    states: Any = {"weight_bytes": 2, "dp": 8, "optimizer": optimizer, "away": (1.0, 1.0)}
     assert all_ >= model_states(NUMEL, sharing=Sharing(zero=zero), **states).nbytes
 
 

@@ -31,7 +31,6 @@ from meshwright.executor.parameters.parameters import (
     shard_placement,
 )
 from meshwright.executor.parameters.reducer import GradientsToHost, Reducer
-from meshwright.executor.parameters.whole_tensors import _owners
 from meshwright.executor.ranks.meshes import StageMesh, single_process
 from meshwright.executor.resharding.reshard import Axis
 from tests.models.models import CASES, GLOBAL_BATCH
@@ -265,12 +264,6 @@ def test_so_many_gradients_are_on_their_way_to_the_host_and_add_up() -> None:
     for key in (0, 1):
         assert found[key].tolist() == [sum(2.0**k for k in range(key, SENT_AT_ONCE + 3, 2))] * 2
     assert way.finish() == {}
-
-
-def test_owners_of_whole_tensors_have_alike_many_elements() -> None:
-    """The largest first, to whom has the least."""
-    members = [parameter(f"w{k}", torch.ones(n)) for k, n in enumerate((2, 16, 8, 9, 9))]
-    assert _owners(members, 2) == [1, 0, 0, 1, 1]
 
 
 def test_weights_of_a_block_and_of_the_one_after_it_are_on_the_device() -> None:
