@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.rules import is_causal, traits_of
 from meshwright.planner.errors import ServingError
 
 # operators that move numbers and compute none, of their first operand
@@ -28,17 +28,24 @@ _MOVES = frozenset((
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """One layer's attention: its operator, `heads` of queries of `width` numbers and `kv_heads`
-    that they share; numbers that are `kept` of a token, by ranks of a tensor axis in as many parts
-    as `kv_heads` (of a `latent` value, whole); tokens of its `window`, if it has one."""
+    """One layer's attention: its operator, `heads` of queries of `width` numbers, of values of
+    `value_width`, and `kv_heads` that they share; numbers that are `kept` of a token, by ranks of a
+    tensor axis in as many parts as `kv_heads` (of a `latent` value, whole); tokens of its `window`,
+    if it has one."""
 
     op: Op
     heads: int
     kv_heads: int
     width: int
+    value_width: int
     kept: int
     latent: bool = False
     window: int | None = None
+
+    def splits(self, tp: int) -> bool:
+        """Whether ranks of a tensor axis have equally many heads, whose keys they have or copy."""
+        shared = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
+        return self.heads % tp == 0 and (self.latent or shared)
 
     def kept_by(self, tp: int) -> float:
         """Numbers of a token on one of `tp` ranks."""
@@ -69,25 +76,29 @@ def attentions(graph: Graph, windows: Sequence[int | None] = ()) -> list[Attenti
 
 
 def _attention(graph: Graph, makers: Mapping[str, Op], op: Op, window: int | None) -> Attention:
-    query, key = (graph.values[name].shape for name in op.operands[:2])
+    query, key, value = (graph.values[name].shape for name in op.operands[:3])
+    masks = [graph.values[name].shape for name in op.operands[3:4]]
+    if not is_causal(op) and not any(len(mask) > 1 and mask[-2] == query[2] for mask in masks):
+        raise ServingError(
+            f": attention at {op.source or op.key} looks ahead",
+            legal="causal language models",
+            way_out="give a decoder",
+        )
     kept = [_before_moves(graph, makers, name) for name in op.operands[1:3]]
     tokens = query[0] * query[2]
-    each = sum(graph.values[name].numel // tokens for name in kept)
-    attention = Attention(
+    of_key, of_value = (graph.values[name].numel // tokens for name in kept)
+    latent = _latent(graph, makers, *op.operands[1:3]) // tokens
+    is_latent = 0 < latent < of_key
+    return Attention(
         op=op,
         heads=query[1],
-        kv_heads=min(graph.values[kept[0]].numel // tokens // key[3], key[1]),
+        kv_heads=1 if is_latent else min(of_key // key[3], key[1]),
         width=query[3],
-        kept=each,
+        value_width=value[3],
+        kept=latent if is_latent else of_key + of_value,
+        latent=is_latent,
         window=window,
     )
-    latent = _latent(graph, makers, *op.operands[1:3])
-    if latent and latent // tokens < each:
-        return Attention(
-            op=op, heads=query[1], kv_heads=1, width=query[3], kept=latent // tokens, latent=True,
-            window=window,
-        )  # fmt: skip
-    return attention
 
 
 def _before_moves(graph: Graph, makers: Mapping[str, Op], name: str) -> str:

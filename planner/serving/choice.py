@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from meshwright.costmodel.stages import communicator_bytes
@@ -14,7 +15,7 @@ from meshwright.planner.errors import ServingError
 from meshwright.planner.plan import seconds, sized
 from meshwright.planner.serving.price import CHUNK, Forwards
 
-MOST_ROWS = 1 << 14  # of a replica
+MOST_ROWS = 1 << 20  # of a replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ class Serving:
         ]  # fmt: skip
         return "\n".join([
             f"Serving {asked.prompt:,} tokens of prompt and {asked.new:,} new ones: tp={best.tp}, "
-            f"pp={best.pp}, {best.replicas} replicas of {best.rows} rows on {best.devices} devices",
+            f"pp={best.pp}, replicas: {best.replicas}, rows of each: {best.rows}, devices: "
+            f"{best.devices}",
             f"  {best.tokens_per_s:,.0f} new tokens/s; {seconds(best.first_s)} to the first token, "
             f"then {seconds(best.token_s)} each",
             f"  kept of a token: {sized(self.token_bytes)}, "
@@ -151,6 +153,7 @@ class Servings:
         self.forwards = forwards
         self.asked = asked
         self.cluster = forwards.problem.cluster
+        self._cuts: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.room_bytes = (1 - margin) * self.cluster.device.memory_bytes
 
     def served(self) -> Serving:
@@ -186,7 +189,7 @@ class Servings:
         best, most = dict[tuple[int, int], ServingPlan](), dict[tuple[int, int], ServingPlan]()
         for plan in sorted(kept, key=worth):
             best.setdefault((plan.tp, plan.pp), plan)
-        for plan in sorted(found, key=lambda plan: plan.rows):
+        for plan in sorted((p for p in found if self._holds(p)), key=lambda plan: plan.rows):
             most[plan.tp, plan.pp] = plan
         attention, itemsize = self.forwards.attention.values(), self.forwards.problem.weight_bytes
         return Serving(
@@ -211,10 +214,15 @@ class Servings:
             for tp in self._degrees()
             for pp in self._stages(tp)
         ]
+        if not needs:
+            raise ServingError(
+                f"={self.asked.pp}", place="serving: pp", way_out="take fewer",
+                legal=f"at most {len(self.forwards.attention)} layers, and the devices over tp",
+            )  # fmt: skip
         nbytes, where = min(needs)
         rows = self.asked.rows or 1
         return ServingError(
-            f"{rows} rows of {length:,} tokens do not fit: one row needs {sized(nbytes)} of the "
+            f"rows={rows} of {length:,} tokens do not fit: one needs {sized(nbytes)} of the "
             f"{sized(self.room_bytes)} that a device has for it, with {where}",
             place=f"{self.cluster.name}: rows, prompt and new tokens",
             legal="what fits beside the weights",
@@ -272,21 +280,26 @@ class Servings:
         return _decided("tp", self.asked.tp, legal)
 
     def _stages(self, tp: int) -> list[int]:
-        layers, left = len(self.forwards.attention), self.cluster.num_devices // tp
-        counts = [1 << k for k in range(left.bit_length())]
-        return _decided("pp", self.asked.pp, [pp for pp in counts if pp <= min(layers, left)])
+        """Numbers of stages that use all devices, and powers of two; or what is decided."""
+        left = self.cluster.num_devices // tp
+        most = min(len(self.forwards.attention), left)
+        if self.asked.pp is not None:
+            return [self.asked.pp] if self.asked.pp <= most else []
+        counts = {1 << k for k in range(left.bit_length())}
+        counts |= {pp for pp in range(1, most + 1) if left % pp == 0}
+        return sorted(pp for pp in counts if pp <= most)
 
     def most_rows(self, tp: int, pp: int) -> int:
-        """The most rows that a replica keeps at once, 0 where its weights don't fit: rows of a
-        multiple of `pp`, which go in as many groups."""
+        """The most rows that a replica keeps at once, 0 where its weights don't fit: a multiple of
+        `pp`, which go in as many groups, or fewer."""
         length = self.asked.prompt + self.asked.new
-        least = math.inf
+        least = float(MOST_ROWS)
         for start, stop in self.cuts(tp, pp):
             free = self.room_bytes - self._fixed(tp, start, stop)
             each = sum(self.forwards.kept_bytes(tp, length)[start:stop])
             least = min(least, free / each if each else math.inf)
         most = int(least) if least > 0 else 0
-        return min(most, MOST_ROWS) // pp * pp
+        return most // pp * pp if most >= pp else most
 
     def _fixed(self, tp: int, start: int, stop: int) -> float:
         """Bytes of a stage beside what is kept of tokens."""
@@ -298,26 +311,29 @@ class Servings:
         return weights + passing + device.reserved_bytes + communicator_bytes(setting)
 
     def cuts(self, tp: int, pp: int) -> list[tuple[int, int]]:
-        """Stages of consecutive blocks, of seconds as equal as may be."""
-        seconds = [block.body_s + block.head_s for block in self.forwards.blocks(tp, 1.0)]
-        total, ends, sum_s = sum(seconds), [0], 0.0
-        for k, each in enumerate(seconds):
-            sum_s += each
-            if len(ends) < pp and sum_s >= total * len(ends) / pp and k + 1 < len(seconds):
-                ends.append(k + 1)
-        return [*zip(ends, [*ends[1:], len(seconds)], strict=True)]
+        """`pp` stages of consecutive blocks of which the slowest takes least for a token of as many
+        rows as stages."""
+        if (tp, pp) not in self._cuts:
+            blocks = self.forwards.blocks(tp, float(pp))
+            length = self.asked.prompt + self.asked.new
+            read = self.forwards.attention_s(tp, pp, length, 1)
+            seconds = [b.body_s + b.head_s + r for b, r in zip(blocks, read, strict=True)]
+            self._cuts[tp, pp] = _evenly(seconds, pp)
+        return self._cuts[tp, pp]
 
     def priced(self, tp: int, pp: int, rows: int) -> ServingPlan:
         """A plan's price."""
         asked, forwards = self.asked, self.forwards
-        group, cuts = rows / pp, self.cuts(tp, pp)
+        groups, cuts = min(pp, rows), self.cuts(tp, pp)
+        group = math.ceil(rows / max(groups, 1))
         length = asked.prompt + asked.new
         first = self._forward(tp, cuts, group, asked.prompt, asked.prompt)
         full = self._forward(tp, cuts, group, length, 1)
         mean = self._forward(tp, cuts, group, asked.prompt + asked.new // 2, 1)
         # groups follow each other through the stages
-        round_s = max(sum(mean), pp * max(mean))
-        batch_s = sum(first) + (pp - 1) * max(first) + (asked.new - 1) * round_s
+        round_s = max(sum(mean), groups * max(mean))
+        first_s = sum(first) + (groups - 1) * max(first)
+        batch_s = first_s + (asked.new - 1) * round_s
         replicas = self.cluster.num_devices // (tp * pp)
         sizes = [
             (
@@ -333,8 +349,8 @@ class Servings:
             pp=pp,
             replicas=replicas,
             rows=rows,
-            first_s=sum(first) + (pp - 1) * max(first),
-            token_s=max(sum(full), pp * max(full)),
+            first_s=first_s,
+            token_s=max(sum(full), groups * max(full)),
             tokens_per_s=replicas * rows * asked.new / batch_s,
             weight_bytes=weights,
             kept_bytes=kept,
@@ -362,6 +378,24 @@ class Servings:
                 seconds += forwards.send_s(tp, stop, tokens)
             found.append(seconds)
         return found
+
+
+def _evenly(seconds: list[float], parts: int) -> list[tuple[int, int]]:
+    """So many runs of consecutive numbers, none empty, of which the largest sum is least."""
+    count, sums = len(seconds), [0.0, *accumulate(seconds)]
+    best = [[math.inf] * (count + 1) for _ in range(parts + 1)]
+    at = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for k in range(1, parts + 1):
+        for stop in range(k, count - (parts - k) + 1):
+            for start in range(k - 1, stop):
+                worst = max(best[k - 1][start], sums[stop] - sums[start])
+                if worst < best[k][stop]:
+                    best[k][stop], at[k][stop] = worst, start
+    ends = [count]
+    for k in range(parts, 0, -1):
+        ends.append(at[k][ends[-1]])
+    return [*pairwise(ends[::-1])]
 
 
 def _decided(name: str, wanted: int | None, legal: list[int]) -> list[int]:

@@ -18,6 +18,7 @@ from meshwright.costmodel.kernels import attention_seconds
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import FORWARD_S, Entry, Pricer, Problem, Setting
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.rules import EXPERT_FACTOR, traits_of
 from meshwright.costmodel.sharding import Assignment, Move, Placement, R, Run, Step
 from meshwright.planner.pricing import StageCoster
@@ -27,6 +28,7 @@ from meshwright.planner.stages import BlockPrograms, Chain
 STREAMED = 0.78  # of the memory's bandwidth (scripts/validate_serving.py)
 COMPUTED = 0.7  # of the peak of products
 CHUNK = 8192  # tokens of prompts in one forward
+SHARDED_FOR = 64  # tokens of a forward whose shardings all have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,11 @@ class Forwards:
     def graph(self) -> Graph:
         return self.problem.graph
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of products."""
+        return PRECISIONS[self.problem.precision].wide
+
     @cached_property
     def tokens(self) -> int:
         """Tokens of a row, as the model was traced."""
@@ -65,11 +72,13 @@ class Forwards:
 
     def chain(self, tp: int) -> Chain:
         """The blocks' shardings on a tensor axis, with matrices in parts wherever they can be."""
-        setting = self.setting(tp, self.tokens)
+        setting = self.setting(tp, SHARDED_FOR)
         return self._chains.of(tp, lambda: self.programs.chain(setting, mode="lean"))
 
     def legal(self, tp: int) -> bool:
-        """Whether all blocks have a sharding."""
+        """Whether ranks have equally many heads, and all blocks a sharding."""
+        if not all(layer.splits(tp) for layer in self.attention.values()):
+            return False
         return all(table is not None for table in self.chain(tp).tables)
 
     def setting(self, tp: int, tokens: float) -> Setting:
@@ -120,16 +129,17 @@ class Forwards:
             seconds = 0.0
             for layer in layers:
                 seen, heads = layer.tokens(length), layer.heads / tp
-                width = layer.kept if layer.latent else layer.width
-                pairs = rows * new * (seen if new == 1 else seen - min(new, seen) / 2)
-                flops = 4 * pairs * heads * width
+                widths = layer.width + layer.value_width
+                pairs = rows * (seen if new == 1 else seen * new - seen**2 / 2)
+                if layer.latent and new == 1:  # of what is kept itself
+                    widths = 2 * layer.kept
+                flops = 2 * pairs * heads * widths
                 kept = itemsize * rows * layer.kept_by(tp) * seen
                 read_s = kept / (STREAMED * device.memory_bandwidth)
-                dtype = "bf16" if itemsize == 2 else "fp32"
                 if new == 1:
-                    seconds += max(read_s, flops / (COMPUTED * device.flops(dtype)))
+                    seconds += max(read_s, flops / (COMPUTED * device.flops(self.dtype)))
                 else:
-                    seconds += attention_seconds(device, dtype, flops, float(new), kept)
+                    seconds += attention_seconds(device, self.dtype, flops, float(new), kept)
             found.append(seconds)
         return found
 
@@ -212,8 +222,7 @@ class Forwards:
             return entry.seconds
         read_s = read * entry.moved_bytes / (STREAMED * device.memory_bandwidth)
         if entry.kind == "product":
-            dtype = "bf16" if self.problem.weight_bytes == 2 else "fp32"
-            few_s = read_s + entry.flops / (COMPUTED * device.flops(dtype))
+            few_s = read_s + entry.flops / (COMPUTED * device.flops(self.dtype))
             return min(entry.seconds, few_s)
         return min(entry.seconds, read_s)
 

@@ -24,6 +24,7 @@ COMMAND = ["hf:config.json", "--cluster", "dgx-h100"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
+    config["max_position_embeddings"] = 1 << 30
     Path("config.json").write_text(json.dumps(config))
 
 
@@ -36,7 +37,10 @@ def answered(capsys: Captured, *flags: str, code: int = 0) -> str:
 def test_plan_serve_prints_the_best_and_its_price(capsys: Captured) -> None:
     asked = ["plan", *COMMAND, "--serve", "--prompt", "100", "--new", "20", "--rows", "8"]
     text = answered(capsys, *asked, "--tp", "2", "--pp", "1", "--price", "2.0")
-    assert "Serving 100 tokens of prompt and 20 new ones: tp=2, pp=1, 4 replicas of 8 rows" in text
+    assert (
+        "Serving 100 tokens of prompt and 20 new ones: tp=2, pp=1, replicas: 4, rows of each: 8"
+        in text
+    )
     assert text.rstrip().endswith("for a million new tokens")
     data = json.loads(answered(capsys, *asked, "--json"))
     assert data["asked"]["prompt"] == 100
@@ -51,7 +55,7 @@ def test_fit_generate_says_how_many_rows_fit(capsys: Captured) -> None:
         'base = "dgx-h100"\n[device]\nmemory_bytes = 3_000_000_000\nreserved_bytes = 0\n'
     )
     flags = ["fit", COMMAND[0], "--cluster", "small.toml", "--generate", "--prompt", "100000000"]
-    assert "do not fit: one row needs" in answered(capsys, *flags, code=1)
+    assert "do not fit: one needs" in answered(capsys, *flags, code=1)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,9 @@ def test_fit_generate_says_how_many_rows_fit(capsys: Captured) -> None:
         (["plan", "--serve", "--html", "x"], "--serve beside --html decides nothing of serving"),
         (["plan", "--prompt", "8", "--batch", "8"], "--prompt is of serving; legal: beside"),
         (["plan"], "--batch: is missing"),
+        (["plan", "--serve", "--optimizer", "sgd"], "--serve beside --optimizer decides nothing"),
+        (["plan", "--serve", "--precision", "fp8"], "precision='fp8'; legal: fp32, bf16, fp16"),
+        (["plan", "--serve", "--new", "2000000000"], "the model has 1,073,741,824 positions"),
         (["fit", "--new", "8"], "--new is of serving"),
         (["plan", "--serve", "--tp", "3"], "serving: tp=3; legal: 1, 2, 4, 8"),
         (["plan", "--serve", "--token-s", "1e-9"], "the least between tokens is"),

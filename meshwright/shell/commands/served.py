@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
 PROMPT, NEW = 1024, 256  # tokens, where nobody says
 DECIDED = ("tp", "pp")  # by overrides
-OF_TRAINING = ("output", "trace", "html", "rehearse", "plan", "source", "sensitivity")
+OF_TRAINING = {
+    "output": "-o", "trace": "--trace", "html": "--html", "rehearse": "--rehearse",
+    "plan": "--plan", "source": "--from", "sensitivity": "--sensitivity",
+    "global_batch_size": "--batch", "optimizer": "--optimizer", "target": "--target",
+    "tf32": "--tf32", "expert_imbalance": "--expert-imbalance", "objective": "--objective",
+    "time_limit_s": "--time-limit", "allow": "--allow", "rows_meet": "--rows-meet",
+    "watts": "--watts", "tokens": "--tokens", "full": "--full",
+}  # fmt: skip
 
 
 def serving(args: argparse.Namespace, flag: str) -> Serving:
@@ -24,7 +31,7 @@ def serving(args: argparse.Namespace, flag: str) -> Serving:
     from meshwright.serving import plan_serving
 
     given: dict[str, Any] = override_flags.overrides_of(args).given()
-    beside = [f"--{name}" for name in OF_TRAINING if getattr(args, name, None)]
+    beside = [flag for name, flag in OF_TRAINING.items() if getattr(args, name, None)]
     beside += [f"--{name.replace('_', '-')}" for name in given if name not in DECIDED]
     if beside:
         raise CommandError(

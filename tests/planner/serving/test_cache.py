@@ -69,6 +69,27 @@ class Eager(nn.Module):
         return ((q @ k.mT).softmax(-1) @ v).sum()
 
 
+class Ahead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).sum()
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    graph = cut(Ahead(), (torch.zeros(2, 4, 8),)).graph
+    with pytest.raises(MeshwrightError, match=r"looks ahead; legal: causal"):
+        attentions(graph)
+
+
+def test_ranks_have_equally_many_heads() -> None:
+    found = forwards("grouped", Cluster.from_catalog("h100-sxm", devices_per_node=6))
+    assert [tp for tp in (1, 2, 3, 6) if found.legal(tp)] == [1, 2]  # of eight heads
+
+
 def test_other_attention_is_refused() -> None:
     graph = cut(Eager(), (torch.zeros(2, 4, 8),)).graph
     with pytest.raises(MeshwrightError, match=r"scaled_dot_product_attention.*sdpa"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 
 from meshwright.planner.errors import ServingError
 from meshwright.planner.serving import Asked, ServingPlan, Servings
+from meshwright.planner.serving.choice import _evenly
 from meshwright.profiles.cluster import Cluster
 from tests.planner.serving.served import forwards
 
@@ -98,6 +100,36 @@ def test_stages_take_all_blocks_once_and_as_long() -> None:
     assert four.weight_bytes < alone.weight_bytes / 2
 
 
+def test_the_length_that_was_traced_changes_no_price() -> None:
+    on = Cluster.from_catalog("h100-sxm", devices_per_node=4)
+    asked = Asked(prompt=64, new=16)
+    short, long = (
+        Servings(forwards("grouped", on, length=length), asked).priced(4, 1, 8)
+        for length in (64, 192)
+    )
+    assert short == long
+
+
+def test_stages_are_as_even_as_may_be() -> None:
+    """All cuts of nine numbers in parts, one by one."""
+    seconds = [5.0, 1.0, 1.0, 7.0, 2.0, 2.0, 3.0, 1.0, 9.0]
+    for parts in range(1, 10):
+        found = _evenly(seconds, parts)
+        assert len(found) == parts and found[0][0] == 0 and found[-1][1] == len(seconds)
+        assert all(start < stop for start, stop in found)
+        worst = max(sum(seconds[start:stop]) for start, stop in found)
+        least = min(
+            max(sum(seconds[a:b]) for a, b in pairwise((0, *inner, len(seconds))))
+            for inner in combinations(range(1, len(seconds)), parts - 1)
+        )
+        assert worst == least
+
+
+def test_a_row_goes_through_all_stages_whole() -> None:
+    of = served(Asked(prompt=64, new=16))
+    assert of.priced(1, 4, 1).first_s > 0.99 * of.priced(1, 1, 1).first_s
+
+
 def test_what_is_decided_is_taken_or_refused() -> None:
     found = served(Asked(prompt=64, new=16, tp=2, pp=2)).served()
     assert [(plan.tp, plan.pp) for plan in found.plans] == [(2, 2)]
@@ -108,9 +140,9 @@ def test_what_is_decided_is_taken_or_refused() -> None:
 
 
 def test_what_does_not_fit_says_the_least_that_a_row_needs() -> None:
-    with pytest.raises(ServingError, match=r"do not fit: one row needs .* with tp=2, pp=2"):
+    with pytest.raises(ServingError, match=r"do not fit: one needs .* with tp=2, pp=2"):
         served(Asked(prompt=64, new=16), room=100_000).served()
-    with pytest.raises(ServingError, match="999999 rows of 80 tokens do not fit"):
+    with pytest.raises(ServingError, match="rows=999999 of 80 tokens do not fit"):
         served(Asked(prompt=64, new=16, rows=999_999), room=TINY).served()
 
 

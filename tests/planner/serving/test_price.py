@@ -17,7 +17,7 @@ BANDWIDTH = 1e6
 
 def of_memory(devices: int = 1) -> Cluster:
     """Products and messages take no time, and nothing is launched."""
-    made = cluster(devices, flops=1e30, memory_bandwidth=BANDWIDTH, bandwidth=1e30)
+    made = cluster(devices, flops=1e30, memory_bandwidth=BANDWIDTH, bandwidth=1e8)
     return dataclasses.replace(made, device=dataclasses.replace(made.device, memory_bytes=1 << 40))
 
 
