@@ -22,9 +22,9 @@ from meshwright.profiles.inputs.limits import is_number
 class _LayerWise(torch.optim.Optimizer):
     """Steps parameter by parameter, with a trust ratio where a group's `adapt` is True."""
 
-    def __init__(self, params: Iterable[Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
         self._check(options)
-        super().__init__(params, dict(options))
+        super().__init__(params, options)
         for group in self.param_groups:
             self._check(group)
 
@@ -90,9 +90,8 @@ class LAMB(_LayerWise):
         adapt: bool = True,
     ) -> None:
         super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt},
-        )
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adapt=adapt,
+        )  # fmt: skip
 
     def _step_one(
         self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: dict[str, Any]
@@ -121,15 +120,8 @@ class LARS(_LayerWise):
         adapt: bool = True,
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust": trust,
-                "adapt": adapt,
-            },
-        )
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust, adapt=adapt,
+        )  # fmt: skip
 
     def _step_one(
         self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: dict[str, Any]
@@ -168,16 +160,9 @@ class Muon(_LayerWise):
         adapt: bool = True,
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "betas": betas,
-                "eps": eps,
-                "adapt": adapt,
-            },
-        )
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, betas=betas, eps=eps,
+            adapt=adapt,
+        )  # fmt: skip
 
     def _step_one(
         self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: dict[str, Any]

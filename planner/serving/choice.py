@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.stages import communicator_bytes
 from meshwright.planner.document import table
 from meshwright.planner.errors import ServingError
@@ -91,6 +92,15 @@ class Serving:
     def best(self) -> ServingPlan:
         return self.plans[0]
 
+    @property
+    def kept_line(self) -> str:
+        """A line of what is kept of a token."""
+        part = self.token_bytes / self.plain_bytes
+        return (
+            f"  kept of a token: {sized(self.token_bytes)}, {part:.0%} of the keys and values of "
+            "all heads"
+        )
+
     def price_per_million(self, price_per_hour: float) -> float:
         """Money for a million new tokens of the best plan, at a price per device and hour."""
         return 1e6 * price_per_hour / 3600 / self.best.tokens_per_device_s
@@ -131,8 +141,7 @@ class Serving:
             f"{best.devices}",
             f"  {best.tokens_per_s:,.0f} new tokens/s; {seconds(best.first_s)} to the first token, "
             f"then {seconds(best.token_s)} each",
-            f"  kept of a token: {sized(self.token_bytes)}, "
-            f"{self.token_bytes / self.plain_bytes:.0%} of the keys and values of all heads",
+            self.kept_line,
             f"  a device holds {sized(best.peak_bytes)} of its {sized(self.memory_bytes)}",
             "",
             "The best of each tensor axis and number of stages",
@@ -153,7 +162,7 @@ class Servings:
         self.forwards = forwards
         self.asked = asked
         self.cluster = forwards.problem.cluster
-        self._cuts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._cuts = Memo[tuple[int, int], list[tuple[int, int]]]()
         self.room_bytes = (1 - margin) * self.cluster.device.memory_bytes
 
     def served(self) -> Serving:
@@ -313,13 +322,15 @@ class Servings:
     def cuts(self, tp: int, pp: int) -> list[tuple[int, int]]:
         """`pp` stages of consecutive blocks of which the slowest takes least for a token of as many
         rows as stages."""
-        if (tp, pp) not in self._cuts:
+
+        def cuts() -> list[tuple[int, int]]:
             blocks = self.forwards.blocks(tp, float(pp))
             length = self.asked.prompt + self.asked.new
             read = self.forwards.attention_s(tp, pp, length, 1)
             seconds = [b.body_s + b.head_s + r for b, r in zip(blocks, read, strict=True)]
-            self._cuts[tp, pp] = _evenly(seconds, pp)
-        return self._cuts[tp, pp]
+            return _evenly(seconds, pp)
+
+        return self._cuts.of((tp, pp), cuts)
 
     def priced(self, tp: int, pp: int, rows: int) -> ServingPlan:
         """A plan's price."""

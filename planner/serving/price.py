@@ -53,7 +53,9 @@ class Forwards:
         self.head = _head(problem.graph, self.needed)
         self._chains = Memo[int, Chain]()
         self._blocks = Memo[tuple[int, float], list[BlockSeconds]]()
-        self._bytes = Memo[tuple[str, int, float], list[float]]()
+        self._weights = Memo[tuple[int, int, int], float]()
+        self._kept = Memo[tuple[int, int], list[float]]()
+        self._passing = Memo[tuple[int, float], float]()
 
     @property
     def graph(self) -> Graph:
@@ -88,16 +90,16 @@ class Forwards:
     def weight_bytes(self, tp: int, start: int, stop: int) -> float:
         """Bytes of the weights of a stage's blocks on a rank, each once."""
 
-        def nbytes() -> list[float]:
+        def nbytes() -> float:
             pricer, assignments = self.coster.pricer(self.setting(tp, 1.0)), self._assignments(tp)
             held = {
                 value: pricer.numel(value, assignments[block.name].states[value])
                 for block in self.graph.blocks[start:stop]
                 for value in block.parameters
             }
-            return [self.problem.weight_bytes * sum(held.values())]
+            return self.problem.weight_bytes * sum(held.values())
 
-        return self._bytes.of((f"weights {start} {stop}", tp, 0.0), nbytes)[0]
+        return self._weights.of((tp, start, stop), nbytes)
 
     def kept_bytes(self, tp: int, length: int) -> list[float]:
         """Bytes that each block keeps of a row of so many tokens on a rank."""
@@ -109,7 +111,7 @@ class Forwards:
                 for layers in self.layers
             ]
 
-        return self._bytes.of(("kept", tp, length), nbytes)
+        return self._kept.of((tp, length), nbytes)
 
     @cached_property
     def layers(self) -> list[list[Attention]]:
@@ -155,13 +157,13 @@ class Forwards:
         of it and of the one before."""
         graph, pricer = self.graph, self.coster.pricer(self.setting(tp, tokens))
 
-        def most() -> list[float]:
+        def most() -> float:
             alike = {block.class_id: block for block in graph.blocks}.values()
             ops = [op for b in alike for op in b.ops if op.name in self.needed - self.head]
             names = ({*op.operands, *op.results} - graph.parameters.keys() for op in ops)
-            return [max((sum(map(pricer.nbytes, of_op)) for of_op in names), default=0.0)]
+            return max((sum(map(pricer.nbytes, of_op)) for of_op in names), default=0.0)
 
-        return 2 * self._bytes.of(("passing", tp, tokens), most)[0]
+        return 2 * self._passing.of((tp, tokens), most)
 
     def _assignments(self, tp: int) -> Mapping[str, Assignment]:
         return self.chain(tp).assignments(0, len(self.graph.blocks))

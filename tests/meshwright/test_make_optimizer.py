@@ -35,8 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-class Shampoo(torch.optim.Optimizer):
-    """A user's: roots of sums over whole matrices (Gupta et al., arXiv 1802.09568)."""
+class Own(torch.optim.Optimizer):
+    """A user's: `direction` of each parameter with a gradient, times the rate."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -45,14 +45,21 @@ class Shampoo(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                g = p.grad.flatten(1) if p.ndim > 1 else p.grad[:, None]
-                state = self.state[p]
-                for name, gram in (("left", g @ g.T), ("right", g.T @ g)):
-                    state[name] = state.get(name, 1e-2 * torch.eye(len(gram))) + gram
-                p.sub_(
-                    (_root(state["left"]) @ g @ _root(state["right"])).reshape(p.shape),
-                    alpha=group["lr"],
-                )
+                p.sub_(self.direction(p), alpha=group["lr"])
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Shampoo(Own):
+    """Roots of sums over whole matrices (Gupta et al., arXiv 1802.09568)."""
+
+    def direction(self, p: Any) -> torch.Tensor:
+        g = p.grad.flatten(1) if p.ndim > 1 else p.grad[:, None]
+        state = self.state[p]
+        for name, gram in (("left", g @ g.T), ("right", g.T @ g)):
+            state[name] = state.get(name, 1e-2 * torch.eye(len(gram))) + gram
+        return (_root(state["left"]) @ g @ _root(state["right"])).reshape(p.shape)
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
@@ -60,31 +67,19 @@ def _root(x: torch.Tensor) -> torch.Tensor:
     return (vectors * values.clamp(min=1e-12) ** -0.25) @ vectors.T
 
 
-class Rounded(torch.optim.Optimizer):
-    """A user's of no name: gradients in 16 levels of the largest of their tensor."""
+class Rounded(Own):
+    """Of no name: gradients in 16 levels of the largest of their tensor."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                level = p.grad.abs().max() / 8
-                p.sub_((p.grad / level).round() * level, alpha=group["lr"])
+    def direction(self, p: Any) -> torch.Tensor:
+        level = p.grad.abs().max() / 8
+        return (p.grad / level).round() * level
 
 
-class Signs(torch.optim.Optimizer):
-    """A user's of elements."""
+class Signs(Own):
+    """Of elements."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                p.sub_(p.grad.sign(), alpha=group["lr"])
+    def direction(self, p: Any) -> torch.Tensor:
+        return p.grad.sign()
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -63,8 +63,7 @@ def _generating(args: argparse.Namespace) -> Answer:
     lines = [
         f"{FITS}: {most.rows * most.replicas:,} rows at once of {asked.prompt:,} tokens of prompt "
         f"and {asked.new:,} new ones, with tp={most.tp}, pp={most.pp} on {most.replicas} replicas",
-        f"  kept of a token: {sized(found.token_bytes)}, "
-        f"{found.token_bytes / found.plain_bytes:.0%} of the keys and values of all heads",
+        found.kept_line,
         *(f"  tp={fit.tp}, pp={fit.pp}: {fit.rows:,} rows a replica" for fit in found.fits),
     ]
     return Answer(data=found.as_dict, text=lambda: "\n".join(lines))

@@ -31,7 +31,7 @@ def serving(args: argparse.Namespace, flag: str) -> Serving:
     from meshwright.serving import plan_serving
 
     given: dict[str, Any] = override_flags.overrides_of(args).given()
-    beside = [flag for name, flag in OF_TRAINING.items() if getattr(args, name, None)]
+    beside = [said for name, said in OF_TRAINING.items() if getattr(args, name, None)]
     beside += [f"--{name.replace('_', '-')}" for name in given if name not in DECIDED]
     if beside:
         raise CommandError(
