@@ -19,7 +19,7 @@ from functools import partial
 from meshwright.costmodel import memory
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.operators import Pricer, reads_kept
 from meshwright.costmodel.rules import divided, row_reduction
 from meshwright.costmodel.sharding import (
     REPLICATE,
@@ -274,6 +274,9 @@ class _Walk:
         )
         saved = memory.keep(call)
         self.kept.update(saved.storages)
+        if reads_kept(self.pricer, op):  # whatever runs again
+            self.made += (kept := [*memory.kept_tokens(call)])
+            self.kept.update(kept)
         self.keeps[op.name] = saved.storages
         self.reads[op.name] = read = tuple(x.storage for x in operands)
         for storage in (*saved.storages, *(x.storage for x in saved.results)):
@@ -317,6 +320,8 @@ class _Walk:
 
     def _implementation(self, op: Op, strategy: Strategy) -> str:
         """Implementation in the operator's place, if the batch or the operator is split."""
+        if reads_kept(self.pricer, op):
+            return memory.SLICED
         normed = "batch_norm" in self.table.ops[op.name].implementations.values()
         if strategy.implementation or self.pricer.step.mesh.dp == 1 or not normed:
             return strategy.implementation

@@ -8,7 +8,8 @@ Left out, because something in the space is never worse under the cost model:
     GPipe beside 1F1B in the stage DP                1F1B is as fast, holds less (both are judged)
 
 Left out for other reasons, unless asked for: sequences cut into pieces of less than 4,096 tokens,
-in which attention kernels lose more than the price knows; stages that straddle nodes without
+in which attention kernels lose more than the price knows; token slices of micro-batches of several
+rows (slices of fewer rows are as small, and hold less); stages that straddle nodes without
 filling them; different meshes with numbers of micro-batches far from the best equal ones; tensor
 parallelism across nodes; what a schedule's record excludes (itself, ZeRO stages, recompute).
 """
@@ -18,21 +19,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh, Stepping
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule, in_flight
-from meshwright.costmodel.sharding import FactorTable
+from meshwright.costmodel.sharding import FactorTable, why_not_sliced
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
+from meshwright.planner.decisions import slices_in
 from meshwright.planner.drafts.reliefs import Relief, legal_stages, reliefs, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
@@ -45,9 +48,12 @@ from meshwright.planner.plan import (
     ulysses_degrees,
 )
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import shown
 
 MAX_MICROBATCH_CHOICES = 12
-MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
+MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps, or in a slice
+SLICES = (2, 4, 8, 16, 32)  # that the search tries
+FULL = 8  # micro-batches for each device group but one that leave little of a pipeline empty
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
@@ -128,11 +134,16 @@ class Space:
 
     # --- micro-batches ---
 
+    @cached_property
+    def _tried(self) -> Memo[int, list[int]]:
+        return Memo()  # by data-parallel degree
+
     def microbatch_counts(self) -> list[int]:
-        """Numbers of micro-batches that some mesh may have: divisors of the global batch. Raises
-        `OverrideError` where it leaves none."""
+        """Numbers of micro-batches that some mesh may have: divisors of the global batch; times
+        the slices that were asked for, of which each counts. Raises `OverrideError` where it
+        leaves none."""
         batch, over = self.global_batch_size, self.restrictions
-        counts = divisors(batch)
+        counts, slices = divisors(batch), self.slices_asked or 1
         for name in ("num_microbatches", "microbatch_size"):
             asked = getattr(over, name)
             if asked is not None and batch % asked:
@@ -151,15 +162,19 @@ class Space:
                 )
             counts = [1]
         if over.num_microbatches is not None:
-            return [over.num_microbatches]
-        if over.microbatch_size is not None:
+            counts = [over.num_microbatches]
+        elif over.microbatch_size is not None:
             counts = [m for m in counts if batch // m % over.microbatch_size == 0]
-        return counts
+        return [m * slices for m in counts]
 
     def tried_counts(self, dp: int = 1) -> list[int]:
+        """`_thinned` for a degree, found once."""
+        return self._tried.of(dp, partial(self._thinned, dp))
+
+    def _thinned(self, dp: int) -> list[int]:
         """Numbers of micro-batches to try on meshes of this data-parallel degree: those that leave
         each rank whole rows, thinned to a dozen between the least and the most."""
-        counts = [m for m in self.microbatch_counts() if self.global_batch_size // m % dp == 0]
+        counts = [m for m in self.microbatch_counts() if self.rows(m) % dp == 0]
         if len(counts) > MAX_MICROBATCH_CHOICES:
             wanted = np.geomspace(1, counts[-1], MAX_MICROBATCH_CHOICES)
             counts = sorted({_nearest(counts, float(w)) for w in wanted})
@@ -167,11 +182,94 @@ class Space:
 
     def between(self, dp: int, m: int) -> list[int]:
         """Numbers of micro-batches that thinning left out, between those tried next to m."""
-        tried, batch = self.tried_counts(dp), self.global_batch_size
+        tried = self.tried_counts(dp)
         low = max((n for n in tried if n < m), default=m)
         high = min((n for n in tried if n > m), default=m)
         between = (n for n in self.microbatch_counts() if low < n < high and n != m)
-        return [n for n in between if batch // n % dp == 0]
+        return [n for n in between if self.rows(n) % dp == 0]
+
+    # --- token slices: m counts what goes through a stage at a time, be it micro-batches or slices
+
+    @cached_property
+    def slices_asked(self) -> int | None:
+        """Slices of each micro-batch, where the user says how many. Raises `OverrideError` where
+        the model has none."""
+        asked = self.restrictions.slices
+        count = None if asked is None else slices_in(asked)
+        if count and count > 1 and (why := self.unsliced):
+            raise OverrideError(f"={shown(asked)}: {why}", place="override slices", legal="1")
+        length = self._length
+        if count and count > length > 0:
+            raise OverrideError.refused("override slices", asked, legal=f"1 to {length}")
+        if not isinstance(asked, int) and asked and sum(asked) != length:
+            raise OverrideError(
+                f"={shown(asked)} are {sum(asked)} tokens in all",
+                place="override slices",
+                legal=f"sizes that add up to {length}, or how many there are to be",
+            )
+        return count
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        """The tokens of each slice, where the user says; else none."""
+        asked = self.restrictions.slices
+        return () if asked is None or isinstance(asked, int) or len(asked) < 2 else tuple(asked)
+
+    @cached_property
+    def unsliced(self) -> str:
+        """Why micro-batches can't go through a pipeline in token slices; empty where they can."""
+        if self.problem.meetings:
+            return kept_together(self.problem.meetings)
+        return why_not_sliced(self.graph, self.factors)
+
+    @property
+    def _length(self) -> int:
+        sequence = self.factors.sequence
+        return 0 if sequence is None else self.factors.sizes[sequence]
+
+    def rows(self, m: int) -> int:
+        """Rows of a micro-batch where m, or slices of them, go through; 0 where m is none."""
+        rows, rest = divmod(self.global_batch_size * (self.slices_asked or 1), m)
+        return 0 if rest else rows
+
+    def slices(self, mesh: Mesh, m: int) -> int:
+        """Slices of each micro-batch where m of them go through: 1 for whole ones. Where nothing
+        is asked, those are cut that have one row on each rank."""
+        return self.slices_asked or max(1, m * mesh.dp // self.global_batch_size)
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Numbers of slices that are tried where nothing is asked."""
+        decided = self.slices_asked or self.restrictions.microbatch_size not in (None, 1)
+        cuts = [n for n in SLICES if not decided and self._length // n >= MIN_CONTEXT]
+        return [] if cuts and self.unsliced else cuts
+
+    def counts(self) -> list[int]:
+        """`microbatch_counts`, and those of slices that some mesh may have."""
+        whole = self.microbatch_counts()
+        return sorted({m * n for m in whole for n in (1, *self._cuts)})
+
+    def tries(self, mesh: Mesh, m: int, groups: int) -> bool:
+        """Whether m is tried on a mesh: whole micro-batches as thinned out; slices where whole ones
+        leave a pipeline of so many device groups empty for long, and no more than fill it."""
+        slices = self.slices(mesh, m)
+        if self.slices_asked or slices == 1:
+            return m in self.tried_counts(mesh.dp)
+        few = FULL * (groups - 1)
+        return m // slices < few and m < 2 * few
+
+    def _sliced(self, ranks: int, m: int) -> bool:
+        """Whether so many data ranks, with one row each of a micro-batch, cut it so that m go
+        through."""
+        slices, rest = divmod(m * ranks, self.global_batch_size)
+        if rest or slices not in self._cuts:
+            return False
+        return m // slices in self.microbatch_counts()
+
+    def batch(self, mesh: Mesh, m: int) -> Batch:
+        """What goes through a stage of this mesh at a time, where m go."""
+        rows = self.global_batch_size / m / mesh.dp
+        return Batch(rows=rows, microbatches=m, slices=self.slices(mesh, m))
 
     def notes(self) -> list[str]:
         """Choices that were thinned out, in words."""
@@ -219,13 +317,13 @@ class Space:
         """Every mesh of so many devices for m micro-batches."""
         node, over = self.cluster.devices_per_node, self.restrictions
         asked = {n for n in over.tp if n}
-        rows = self.global_batch_size // m
+        rows = self.rows(m)
         meshes = []
         for tp in divisors(devices):
             if node % tp and tp not in asked:
                 continue
             ranks = devices // tp
-            for cp in self._context(ranks, rows):
+            for cp in self._context(ranks, rows) if rows else ():
                 dp = ranks // cp
                 if over.microbatch_size not in (None, rows // dp):
                     continue
@@ -234,6 +332,9 @@ class Space:
                     continue
                 shared = divisors(math.gcd(self.experts, dp * cp))
                 meshes += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
+            if self._sliced(ranks, m):
+                shared = divisors(math.gcd(self.experts, ranks))
+                meshes += [Mesh(dp=ranks, tp=tp, ep=ep) for ep in shared]
         return [mesh for mesh in meshes if self.allowed(mesh)]
 
     def _context(self, ranks: int, rows: int) -> list[int]:
@@ -397,8 +498,12 @@ class Space:
         staggered = pipeline.record.staggered and pipeline.num_devices > 1
         return staggered and not writes and not sharing.gathers
 
-    def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
-        """Equal stages under each schedule; on one device group only the one that holds least."""
+    def schedules(
+        self, groups: int, m: int, sharing: Sharing = UNSHARED, slices: int | None = None
+    ) -> list[Pipeline]:
+        """Equal stages under each schedule; on one device group only the one that holds least.
+        Where m are `slices` of micro-batches, those schedules that take them; None: as asked."""
+        slices = slices or self.slices_asked or 1
         over, most = self.restrictions, len(self.cut_at) - 1
         if self._held_twice and (self._validates or self.reliefs[0].host):
             return []
@@ -406,20 +511,23 @@ class Space:
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
             if not schedule.on_request or len(over.schedules) == 1
+            if slices == 1 or (schedule.sliced and not sharing.gathers)
             if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:
+            if slices > 1 and not self.slices_asked:
+                return []
             alone = [
-                Pipeline(name, 1, m, 1)
+                Pipeline(name, 1, m, 1, slices)
                 for name, schedule in legal.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
             # by the micro-batches in flight of two: some free the first before the second starts
-            alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2), 0))
+            alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2 * slices), 0))
             return [] if self._validates else alone[:1]
         return [
-            Pipeline(name, groups * v, m, groups)
+            Pipeline(name, groups * v, m, groups, slices)
             for name, schedule in legal.items()
             for v in schedule.offered(over.virtual_stages)
             if groups * v // schedule.copies <= most
