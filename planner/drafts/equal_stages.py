@@ -135,7 +135,8 @@ class EqualStages:
     def mesh_choices(self, m: int) -> Iterator[MeshChoice]:
         """All meshes that try m micro-batches, with bounds that need no chain."""
         for groups in self.space.stage_counts():
-            for mesh in self.space.meshes(self.space.cluster.num_devices // groups, m):
+            devices = self.space.cluster.num_devices // groups
+            for mesh in (*self.space.meshes(devices, m), *self.space.sliced_meshes(devices, m)):
                 if self.space.tries(mesh, m, groups):
                     yield from self.placed(mesh, m, groups)
 

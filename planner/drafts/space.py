@@ -258,13 +258,17 @@ class Space:
         few = FULL * (groups - 1)
         return m // slices < few and m < 2 * few
 
-    def _sliced(self, ranks: int, m: int) -> bool:
-        """Whether so many data ranks, with one row each of a micro-batch, cut it so that m go
-        through."""
-        slices, rest = divmod(m * ranks, self.global_batch_size)
-        if rest or slices not in self._cuts:
-            return False
-        return m // slices in self.microbatch_counts()
+    def sliced_meshes(self, devices: int, m: int) -> list[Mesh]:
+        """Every mesh of so many devices whose data ranks, with one row each of a micro-batch, cut
+        it so that m go through, where nothing is asked."""
+        meshes = []
+        for tp in divisors(devices) if self._cuts else ():
+            slices, rest = divmod(m * devices // tp, self.global_batch_size)
+            if rest or slices not in self._cuts or m // slices not in self.microbatch_counts():
+                continue
+            shared = divisors(math.gcd(self.experts, devices // tp))
+            meshes += [Mesh(dp=devices // tp, tp=tp, ep=ep) for ep in shared]
+        return [mesh for mesh in meshes if self._divides(mesh.tp) and self.allowed(mesh)]
 
     def batch(self, mesh: Mesh, m: int) -> Batch:
         """What goes through a stage of this mesh at a time, where m go."""
@@ -315,13 +319,9 @@ class Space:
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
         """Every mesh of so many devices for m micro-batches."""
-        node, over = self.cluster.devices_per_node, self.restrictions
-        asked = {n for n in over.tp if n}
-        rows = self.rows(m)
+        over, rows = self.restrictions, self.rows(m)
         meshes = []
-        for tp in divisors(devices):
-            if node % tp and tp not in asked:
-                continue
+        for tp in filter(self._divides, divisors(devices)):
             ranks = devices // tp
             for cp in self._context(ranks, rows) if rows else ():
                 dp = ranks // cp
@@ -332,16 +332,17 @@ class Space:
                     continue
                 shared = divisors(math.gcd(self.experts, dp * cp))
                 meshes += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
-            if self._sliced(ranks, m):
-                shared = divisors(math.gcd(self.experts, ranks))
-                meshes += [Mesh(dp=ranks, tp=tp, ep=ep) for ep in shared]
         return [mesh for mesh in meshes if self.allowed(mesh)]
+
+    def _divides(self, tp: int) -> bool:
+        """Whether a tensor axis lies within a node, or is asked for."""
+        return not self.cluster.devices_per_node % tp or tp in self.restrictions.tp
 
     def _context(self, ranks: int, rows: int) -> list[int]:
         """Context-parallel degrees on so many ranks: the least that lets `rows` divide among the
         rest, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
-        if self.factors.sequence is None:
+        if self.factors.sequence is None or (self.slices_asked or 1) > 1:
             return [cp for cp in legal if cp == 1]
         length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
