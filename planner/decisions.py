@@ -445,6 +445,10 @@ CONTRADICTIONS = (
         "the context axis splits tokens in an order of its own", "cp=1, or no slices",
     ),
     Contradiction(
+        "slices", "segments", lambda slices, blocks: slices_in(slices) > 1 and blocks > 1,
+        "what each block keeps for later slices would be held all the same", "segments=1",
+    ),
+    Contradiction(
         "slices", "schedule",
         lambda slices, name: slices_in(slices) > 1 and not SCHEDULES[name].sliced,
         "it leaves no room for backwards from the last slice to the first",

@@ -157,7 +157,7 @@ class OtherShapes:
         graph, factors = traced.in_microbatches(*sizes)
         if plan.slices and factors.sequence is not None:
             tokens = factors.sizes[factors.sequence]
-            plan = replace(plan, slices=slices_at(plan.slices, tokens))
+            plan = replace(plan, slices=slices_at(plan, tokens))
         if fingerprint(graph) != plan.model and known:  # of masks some may have taken all
             traced = self.traced.with_example(example, by_index=True)
             graph, factors = traced.in_microbatches(*sizes)

@@ -29,6 +29,7 @@ from meshwright.planner.plan import (
     express_shardings,
     sent_in_parts,
     stage_on,
+    tensor_multiple,
 )
 from meshwright.planner.pricing import (
     Evaluation,
@@ -135,7 +136,9 @@ def _slices(
     attention = attention_part(coster, slowest.setup.setting, blocks, slowest.costs)
     sequence = coster.problem.factors.sequence
     assert sequence is not None, "a model whose tokens can be sliced"
-    return even_work(coster.problem.factors.sizes[sequence], pipeline.slices, attention)
+    length = coster.problem.factors.sizes[sequence]
+    multiple = tensor_multiple(d.setup.mesh.tp for d in stages)
+    return even_work(length, pipeline.slices, attention, multiple)
 
 
 def _assignments(stages: Sequence[StageDraft]) -> list[dict[str, Assignment]]:

@@ -266,6 +266,8 @@ class Space:
             slices, rest = divmod(m * devices // tp, self.global_batch_size)
             if rest or slices not in self._cuts or m // slices not in self.microbatch_counts():
                 continue
+            if self._length % tp:
+                continue
             shared = divisors(math.gcd(self.experts, devices // tp))
             meshes += [Mesh(dp=devices // tp, tp=tp, ep=ep) for ep in shared]
         return [mesh for mesh in meshes if self._divides(mesh.tp) and self.allowed(mesh)]
@@ -352,6 +354,10 @@ class Space:
     def allowed(self, mesh: Mesh) -> bool:
         """Whether some stage may have this mesh."""
         if self._held_twice and mesh.cp * mesh.ep > 1:
+            return False
+        if any(tokens % mesh.tp for tokens in self.slice_sizes):
+            return False
+        if (self.slices_asked or 1) > 1 and self._length % mesh.tp:
             return False
         if self.own_draws and mesh.devices > 1:
             return False

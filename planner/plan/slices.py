@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from meshwright.costmodel.graph import Graph
@@ -30,17 +31,28 @@ def check_slices(plan: Plan, graph: Graph, factors: FactorTable) -> None:
             place="plan: slices",
             legal=f"sizes that add up to the model's {length} tokens",
         )
+    multiple = tensor_multiple(stage.tp for stage in plan.stages)
+    if any(size % multiple for size in plan.slices):
+        raise PlanError(
+            f"={list(plan.slices)}: the tensor axis splits the tokens of each",
+            place="plan: slices",
+            legal=f"multiples of {multiple}",
+        )
 
 
-def equal_slices(length: int, count: int) -> tuple[int, ...]:
-    """The tokens of so many slices, as equal as they can be; none where one is asked for."""
-    return slices_at((1,) * count, length)
+def tensor_multiple(degrees: Iterable[int]) -> int:
+    """The tokens of which each slice has a whole multiple, by the tensor-parallel degrees of
+    stages."""
+    return math.lcm(*degrees)
 
 
-def slices_at(sizes: Sequence[int], length: int) -> tuple[int, ...]:
-    """The slices of sequences of another length in the same proportion, without empty ones; none
-    where one is left."""
-    whole = sum(sizes)
-    bounds = dict.fromkeys(round(end * length / whole) for end in (0, *accumulate(sizes)))
-    found = tuple(b - a for a, b in pairwise(bounds))
+def slices_at(plan: Plan, length: int) -> tuple[int, ...]:
+    """A plan's slices for sequences of another length: in the same proportion, without empty ones;
+    none where one is left, or the tensor axis does not divide the tokens."""
+    multiple, whole = tensor_multiple(stage.tp for stage in plan.stages), sum(plan.slices)
+    if length % multiple:
+        return ()
+    parts = length // multiple
+    ends = (round(end * parts / whole) for end in (0, *accumulate(plan.slices)))
+    found = tuple(multiple * (b - a) for a, b in pairwise(dict.fromkeys(ends)))
     return found if len(found) > 1 else ()

@@ -79,15 +79,17 @@ def _part(before: Ints, size: Ints, length: int, attention: float) -> Floats:
     return part
 
 
-def even_work(length: int, count: int, attention: float) -> tuple[int, ...]:
-    """The sizes of so many slices with the least largest work, to the hundredth of `attention`."""
-    return _even_work(length, count, round(attention, 2))
+def even_work(length: int, count: int, attention: float, multiple: int = 1) -> tuple[int, ...]:
+    """The sizes of so many slices with the least largest work, to the hundredth of `attention`; of
+    whole `multiple`s of tokens, of which the last one has what is left."""
+    return _even_work(length, count, round(attention, 2), multiple)
 
 
 @lru_cache(maxsize=1024)
-def _even_work(length: int, count: int, attention: float) -> tuple[int, ...]:
-    parts = min(length, max(PARTS, count))
-    at = np.arange(parts + 1) * length // parts
+def _even_work(length: int, count: int, attention: float, multiple: int) -> tuple[int, ...]:
+    parts = min(max(1, length // multiple), max(PARTS, count))
+    at = np.arange(parts + 1) * (length // multiple) // parts * multiple
+    at[-1] = length
     work = np.full((parts + 1, parts + 1), np.inf)
     for k in range(parts):
         work[k, k + 1 :] = _part(at[k], at[k + 1 :] - at[k], length, attention)
