@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.costmodel.mesh import RING, ContextKind
+from meshwright.executor.devices import kind_of
 from meshwright.executor.resharding import (
     Axis,
     SliceAxis,
@@ -384,7 +385,7 @@ def _of_groups(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _has_kernel(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
     if mask is not None or q.dtype == torch.float64 or q.shape[-1] != v.shape[-1]:
         return False
-    on_gpu = q.device.type == "cuda" and q.dtype in HALF and q.shape[-1] % 8 == 0
+    on_gpu = kind_of(q.device) == "cuda" and q.dtype in HALF and q.shape[-1] % 8 == 0
     return on_gpu or q.device.type == "cpu"
 
 

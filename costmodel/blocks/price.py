@@ -319,7 +319,8 @@ def _repeats(
     del by_policy["none"]
     repeats_all = pricer.setting.target.repeats_whole
     all_of_it = priced_steps(steps) if repeats_all else again(*memory.needed())
-    return {**by_policy, "full": Repeats.of(all_of_it, cost_of, memory.saved_bytes)}
+    freed = memory.saved_bytes - memory.unfreed_bytes
+    return {**by_policy, "full": Repeats.of(all_of_it, cost_of, freed)}
 
 
 def _hiding(
