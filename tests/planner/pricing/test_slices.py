@@ -1,0 +1,129 @@
+"""The work of token slices, and sizes that even it out, against all ways to cut; their price."""
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+
+from meshwright.costmodel.schedules import build_schedule, simulate
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.slices import slices_at
+from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
+from meshwright.planner.pricing.slices import even_work, slice_works
+from tests.costmodel.schedules.pipelines import times
+from tests.helpers.planning import cluster, large_llama, problem_of
+from tests.helpers.tiny import plan_for, with_stage
+
+
+def seconds(before: int, size: int, length: int, attention: float) -> float:
+    """Score by score: a token reads those up to itself."""
+    scores = sum(before + k + 0.5 for k in range(size)) / (length**2 / 2)
+    return (1 - attention) * size / length + attention * scores
+
+
+@pytest.mark.parametrize("attention", [0.0, 0.3, 0.8])
+def test_works_are_those_of_tokens_and_of_scores(attention: float) -> None:
+    sizes, before = (7, 1, 5, 3), 0
+    works = slice_works(sizes, attention)
+    for size, work in zip(sizes, works, strict=True):
+        assert work.tokens == pytest.approx(size / 16 * 4)
+        assert work.seconds == pytest.approx(4 * seconds(before, size, 16, attention))
+        before += size
+    assert sum(work.seconds for work in works) == pytest.approx(4)
+
+
+@pytest.mark.parametrize("attention", [0.0, 0.25, 0.9])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_sizes_are_terapipe_s(count: int, attention: float) -> None:
+    """No cuts into as many slices have a smaller sum and (p - 1) times the longest, for any p."""
+    length = 14
+    took = {}
+    for inner in combinations(range(1, length), count - 1):
+        ends = [*pairwise((0, *inner, length))]
+        each = [seconds(a, b - a, length, attention) for a, b in ends]
+        took[tuple(b - a for a, b in ends)] = sum(each), max(each)
+    ours = even_work(length, count, attention)
+    for p in (2, 4, 16):
+        objective = {sizes: total + (p - 1) * most for sizes, (total, most) in took.items()}
+        assert objective[ours] == pytest.approx(min(objective.values()))
+
+
+def test_sizes_are_whole_multiples_and_late_ones_are_shorter() -> None:
+    sizes = even_work(131072, 8, 0.6, 16)
+    assert sum(sizes) == 131072 and all(size % 16 == 0 for size in sizes)
+    assert list(sizes) == sorted(sizes, reverse=True) and sizes[0] > 1.5 * sizes[-1]
+    assert even_work(64, 4, 0.0) == (16,) * 4
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def sliced(sizes: tuple[int, ...], **given: Any) -> Plan:
+    asked = {"stages": 2, "dp": 1, "tp": 1, "num_microbatches": 2, "global_batch_size": 2}
+    return plan_for(large_llama().graph, precision="bf16", slices=sizes, **{**asked, **given})
+
+
+def priced(plan: Plan) -> Evaluation:
+    return Evaluator(problem_of(large_llama(), cluster(8, bandwidth=1e12))).price(plan)
+
+
+def test_a_plan_is_written_and_read_with_its_slices() -> None:
+    plan = sliced((1024, 768, 256))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert '"slices"' not in sliced(()).to_json()
+    with pytest.raises(PlanError, match="slices=3; legal: a list of sizes"):
+        Plan.from_json(plan.to_json().replace("[\n    1024,\n    768,\n    256\n  ]", "3"))
+
+
+def test_slices_of_even_work_take_less_than_equal_ones_and_those_less_than_none() -> None:
+    step_s = {
+        name: priced(sliced(sizes)).prediction.step_time_s
+        for name, sizes in {
+            "none": (), "equal": (512,) * 4, "even": even_work(2048, 4, 0.2),
+        }.items()
+    }  # fmt: skip
+    assert step_s["even"] < step_s["equal"] < step_s["none"]
+
+
+def test_the_step_is_simulated_with_the_work_of_each_slice() -> None:
+    plan = sliced((1024, 1024), num_microbatches=1, global_batch_size=1)
+    found = priced(plan)
+    streams = build_schedule(plan.pipeline, [(0, 1)])
+    alike = simulate(
+        streams, [times(s.forward_s, s.backward_s) for s in found.stages], {(0, 1): 0.0}
+    )
+    assert found.timeline.busy_s == pytest.approx(alike.busy_s)
+    assert found.timeline.pipeline_s > alike.pipeline_s  # the second slice takes longer
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (
+            sliced((1024, 512)),
+            r"slices=\[1024, 512\] are 1536 tokens in all; legal: sizes that add",
+        ),
+        (sliced((1025, 1023), tp=2), r"the tensor axis splits the tokens.*legal: multiples of 2"),
+        (sliced((1024, 1024), schedule="dualpipe_v"), "leaves no room for backwards"),
+        (with_stage(sliced((1024, 1024)), zero=3), "zero 0 to 2"),
+        (with_stage(sliced((1024, 1024)), cp=2, ranks=(0, 1)), "cp=1, or no slices"),
+        (with_stage(sliced((1024, 1024)), segments=2), "segments=1"),
+    ],
+)
+def test_slices_that_can_t_hold_are_refused(plan: Plan, says: str) -> None:
+    of = large_llama()
+    with pytest.raises(PlanError, match=says):
+        check_plan(plan, of.graph, of.table)
+
+
+@pytest.mark.parametrize(
+    ("length", "tp", "expected"),
+    [
+        (1024, 1, (512, 384, 128)), (1000, 2, (500, 376, 124)), (3, 1, (2, 1)), (1, 1, ()),
+        (1001, 2, ()),
+    ],
+)  # fmt: skip
+def test_other_lengths_are_sliced_alike(length: int, tp: int, expected: tuple[int, ...]) -> None:
+    found = slices_at(with_stage(sliced((1024, 768, 256)), tp=tp), length)
+    assert found == expected and sum(found) in (0, length)
