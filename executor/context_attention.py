@@ -442,13 +442,13 @@ class KeptTokens:
         self.held: Tensors = ()
         self.sums: Tensors = ()
 
-    def take(self, own: Tensors, axis: SliceAxis) -> None:
+    def take(self, part: Tensors, axis: SliceAxis) -> None:
         """Keep those of a slice."""
         first, end = axis.bounds[axis.rank : axis.rank + 2]
         if not self.held:
-            shapes = ((*x.shape[:2], axis.bounds[-1], x.shape[3]) for x in own)
-            self.held = tuple(x.new_empty(shape) for x, shape in zip(own, shapes, strict=True))
-        for of_all, x in zip(self.held, own, strict=True):
+            shapes = ((*x.shape[:2], axis.bounds[-1], x.shape[3]) for x in part)
+            self.held = tuple(x.new_empty(shape) for x, shape in zip(part, shapes, strict=True))
+        for of_all, x in zip(self.held, part, strict=True):
             of_all[:, :, first:end] = x
 
     def add(self, grads: Tensors) -> None:
@@ -459,13 +459,13 @@ class KeptTokens:
         for total, x in zip(self.sums, grads, strict=True):
             total[:, :, : x.shape[2]] += x
 
-    def taken(self, own: Tensors, first: int, end: int) -> Tensors:
+    def taken(self, grads: Tensors, first: int, end: int) -> Tensors:
         """Gradients of a slice's keys and values: its own with those of later slices."""
         if not self.sums or first >= self.sums[0].shape[2]:
-            return own
+            return grads
         return tuple(
             (x + total[:, :, first:end]).to(x.dtype)
-            for x, total in zip(own, self.sums, strict=True)
+            for x, total in zip(grads, self.sums, strict=True)
         )
 
 
@@ -527,8 +527,8 @@ class _SlicedAttention(torch.autograd.Function):
                 gradient, q, keys, values, None, total, causal=causal, scale=ctx.scale
             )
 
-        grad_q, *own = back(slice(first, end), causal=True)
-        of_slice = kept.taken(tuple(own), first, end)
+        grad_q, *others = back(slice(first, end), causal=True)
+        of_slice = kept.taken(tuple(others), first, end)
         if first:
             more, *earlier = back(slice(0, first), causal=False)
             grad_q = grad_q + more

@@ -61,17 +61,17 @@ class SliceAxis(Axis):
     bounds: tuple[int, ...] = ()
 
     def part(self, size: int) -> tuple[int, int]:
-        """As `Axis.part`, of a dim that is a multiple of the tokens."""
+        """Start and size of the slice in a dim that has the tokens, each as often."""
         each = size // self.bounds[-1]
         first, end = self.bounds[self.rank : self.rank + 2]
         return first * each, (end - first) * each
 
     def fewer(self, split: int) -> int:
-        """As `Axis.fewer`."""
+        """Parts of a dim in the slice, of so many that its tokens are among."""
         return self.part(split)[1]
 
     def local(self, x: torch.Tensor, placement: Placement) -> torch.Tensor:
-        """As `Axis.local`."""
+        """The slice of a tensor that has all tokens."""
         d, split = placement.dim, placement.split
         parts: torch.Tensor = x.unflatten(d, (split, -1))
         start, size = self.part(parts.shape[d + 1])

@@ -246,8 +246,7 @@ class Space:
 
     def counts(self) -> list[int]:
         """`microbatch_counts`, and those of slices that some mesh may have."""
-        whole = self.microbatch_counts()
-        return sorted({m * n for m in whole for n in (1, *self._cuts)})
+        return sorted({m * n for m in self.microbatch_counts() for n in (1, *self._cuts)})
 
     def tries(self, mesh: Mesh, m: int, groups: int) -> bool:
         """Whether m is tried on a mesh: whole micro-batches as thinned out; slices where whole ones
@@ -273,7 +272,7 @@ class Space:
         return [mesh for mesh in meshes if self._divides(mesh.tp) and self.allowed(mesh)]
 
     def batch(self, mesh: Mesh, m: int) -> Batch:
-        """What goes through a stage of this mesh at a time, where m go."""
+        """Rows, or those of as many tokens, that a rank of this mesh has at a time, where m go."""
         rows = self.global_batch_size / m / mesh.dp
         return Batch(rows=rows, microbatches=m, slices=self.slices(mesh, m))
 

@@ -49,10 +49,10 @@ def tensor_multiple(degrees: Iterable[int]) -> int:
 def slices_at(plan: Plan, length: int) -> tuple[int, ...]:
     """A plan's slices for sequences of another length: in the same proportion, without empty ones;
     none where one is left, or the tensor axis does not divide the tokens."""
-    multiple, whole = tensor_multiple(stage.tp for stage in plan.stages), sum(plan.slices)
+    multiple, total = tensor_multiple(stage.tp for stage in plan.stages), sum(plan.slices)
     if length % multiple:
         return ()
     parts = length // multiple
-    ends = (round(end * parts / whole) for end in (0, *accumulate(plan.slices)))
-    found = tuple(multiple * (b - a) for a, b in pairwise(dict.fromkeys(ends)))
-    return found if len(found) > 1 else ()
+    ends = (round(end * parts / total) for end in (0, *accumulate(plan.slices)))
+    sizes = tuple(multiple * (b - a) for a, b in pairwise(dict.fromkeys(ends)))
+    return sizes if len(sizes) > 1 else ()

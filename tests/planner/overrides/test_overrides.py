@@ -440,7 +440,7 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
         "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
         "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none", "segments": 1,
-        "chunked_loss": 1,
+        "chunked_loss": 1, "slices": 1,
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],

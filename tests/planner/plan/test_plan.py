@@ -173,7 +173,7 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
     whole = data["stages"][0] if in_stage else data
     place, more = ("my.json: stage 0", "offload, quantized, segments") if in_stage else (
-        "my.json", "chunked_loss, made, optimizer_in_backward, post_validation",
+        "my.json", "chunked_loss, made, optimizer_in_backward, post_validation, slices",
     )  # fmt: skip
     legal = ", ".join(sorted([*whole, *more.split(", ")]))
     for key in whole.keys() - {"format"}:

@@ -10,7 +10,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.slices import slices_at
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.pricing.slices import even_work, slice_works
+from meshwright.planner.pricing.slice_work import even_work, slice_works
 from tests.costmodel.schedules.pipelines import times
 from tests.helpers.planning import cluster, large_llama, problem_of
 from tests.helpers.tiny import plan_for, with_stage
