@@ -127,3 +127,15 @@ def test_slices_that_can_t_hold_are_refused(plan: Plan, says: str) -> None:
 def test_other_lengths_are_sliced_alike(length: int, tp: int, expected: tuple[int, ...]) -> None:
     found = slices_at(with_stage(sliced((1024, 768, 256)), tp=tp), length)
     assert found == expected and sum(found) in (0, length)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_slices_keep_keys_and_sums_of_their_gradients_whatever_runs_again(recompute: str) -> None:
+    """Of a token of a layer 2 · 8 heads · 128, in 16 bits, and the sums in 32; a recompute frees
+    neither."""
+    plan = with_stage(sliced((512,) * 4, stages=1), recompute=recompute)
+    more = priced(plan).stages[0].activation_bytes * 4
+    without = with_stage(sliced((), stages=1), recompute=recompute)
+    kept = 2048 * 2 * (2 * 8 * 128)
+    less = {"none": 4 * kept, "full": 6 * kept}[recompute]
+    assert more - priced(without).stages[0].activation_bytes >= 0.99 * less

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.costmodel.mesh import Mesh
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.plan.check import check_plan
@@ -55,6 +56,25 @@ def test_slices_are_chosen_where_few_long_rows_leave_a_pipeline_empty() -> None:
 )
 def test_they_are_not_where_nothing_is_empty(on: Cluster, batch: int) -> None:
     assert not search(on, batch=batch).run().best.plan.slices
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "groups", "tried"),
+    [
+        (4, 8, 2, True),  # of four micro-batches two slices each
+        (4, 16, 2, False),  # more than fill two groups
+        (8, 16, 2, False),  # eight whole ones fill two groups
+        (8, 16, 4, True),
+        (4, 8, 1, False),  # no pipeline
+    ],
+)
+def test_slices_are_tried_where_they_fill_a_pipeline(
+    batch: int, m: int, groups: int, tried: bool
+) -> None:
+    space = search(slow(), batch=batch).space
+    mesh = Mesh(dp=1, tp=1)
+    assert space.slices(mesh, m) == m // batch and m in space.counts()
+    assert space.tries(mesh, m, groups) is tried
 
 
 @pytest.mark.parametrize(
