@@ -441,15 +441,19 @@ class KeptTokens:
     def __init__(self) -> None:
         self.held: Tensors = ()
         self.sums: Tensors = ()
+        self.end = 0  # of the tokens that are there
 
     def take(self, part: Tensors, axis: SliceAxis) -> None:
         """Keep those of a slice."""
         first, end = axis.bounds[axis.rank : axis.rank + 2]
+        if end <= self.end:  # run again
+            return
         if not self.held:
             shapes = ((*x.shape[:2], axis.bounds[-1], x.shape[3]) for x in part)
             self.held = tuple(x.new_empty(shape) for x, shape in zip(part, shapes, strict=True))
         for of_all, x in zip(self.held, part, strict=True):
             of_all[:, :, first:end] = x
+        self.end = end
 
     def add(self, grads: Tensors) -> None:
         """Add gradients of the first tokens."""

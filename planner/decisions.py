@@ -141,7 +141,7 @@ class Decision:
         if self.is_flag:
             return "true, false"
         if self.sizes:
-            return f"a list of sizes, each an integer from 1 to {MAX_ROWS}"
+            return f"how many, or a list of sizes, each an integer from 1 to {MAX_ROWS}"
         comma = " or " if any("," in str(value) for value in self.legal) else ", "
         return comma.join(map(str, self.legal)) or f"an integer from 1 to {MAX_ROWS}"
 
@@ -196,6 +196,15 @@ def _recompute_line(policies: Sequence[str]) -> str:
     return text + " of some blocks" * ("none" in policies and bool(used))
 
 
+def _slices_line(sizes: Sequence[Sequence[int]]) -> str:
+    """Words as `in 4 slices of 440 to 704 tokens`."""
+    return "".join(f"in {len(s)} slices of {_span(min(s), max(s))} tokens" for s in sizes if s)
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least:,} to {most:,}" if least < most else f"{most:,}"
+
+
 def _segments_line(sizes: Sequence[int]) -> str:
     several = sorted({size for size in sizes if size > 1})
     return f"segments of {'/'.join(map(str, several))} blocks" if several else ""
@@ -238,7 +247,7 @@ _TABLE = (
     Decision(
         "slices", "token slices in which a micro-batch goes through the pipeline: how many, or the "
         "tokens of each", sizes=True, off=(), acts="plan", written="plan", forbidden=True,
-        line=lambda slices: "".join(f"in {len(s)} slices" for s in slices if s),
+        of_train_step=True, line=_slices_line,
     ),
     Decision(
         "schedule", "pipeline schedule", legal=SCHEDULES.keys(), off=None, acts="plan",
@@ -324,7 +333,8 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
 
 def _forbidden(d: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
     if d.forbidden:
-        yield d.name, (d.name, (d.off,) if d.accepts(d.off) else ())
+        off = 1 if d.sizes else d.off
+        yield d.name, (d.name, (off,) if d.accepts(off) else ())
     for name, value in d.named():
         yield name, (d.name, tuple(other for other in d.legal if other != value))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.costmodel.memo import Memo
 from meshwright.executor.backward import Away
 from meshwright.executor.context_attention import Kept
 from meshwright.executor.devices import to_device
@@ -42,6 +43,7 @@ class BlockModule(nn.Module):
     def __init__(self, lowered: Lowered, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.own = frozenset(parameters).intersection(lowered.arguments)
+        self._called = Memo[tuple[str, ...], Any]()  # by arguments: slices take turns
         for name in lowered.arguments:
             if name in parameters:
                 self.register_parameter(_attribute(name), parameters[name])
@@ -50,10 +52,13 @@ class BlockModule(nn.Module):
     def take(self, lowered: Lowered) -> None:
         """Run this graph from now on; it reads the same parameters."""
         self.lowered = lowered
-        self.given = tuple(n for n in lowered.arguments if n not in self.own)
-        at = {n: k for k, n in enumerate(self.given)}
-        # per argument of the graph: a place among the given, or an attribute
-        self.sources = tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
+        self.given, self.sources = self._called.of(lowered.arguments, lambda: self._call(lowered))
+
+    def _call(self, lowered: Lowered) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
+        """Names that a graph is given, and of each of its arguments the place there, or an attribute."""
+        given = tuple(n for n in lowered.arguments if n not in self.own)
+        at = {n: k for k, n in enumerate(given)}
+        return given, tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
 
     def forward(self, *operands: torch.Tensor) -> Any:
         args = [

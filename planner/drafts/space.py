@@ -47,12 +47,14 @@ from meshwright.planner.plan import (
     kept_together,
     ulysses_degrees,
 )
+from meshwright.planner.plan.slices import WAY_OUT
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import shown
 
 MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps, or in a slice
 SLICES = (2, 4, 8, 16, 32)  # that the search tries
+MOST_SLICES = 128
 FULL = 8  # micro-batches for each device group but one that leave little of a pipeline empty
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
@@ -196,11 +198,22 @@ class Space:
         the model has none."""
         asked = self.restrictions.slices
         count = None if asked is None else slices_in(asked)
-        if count and count > 1 and (why := self.unsliced):
-            raise OverrideError(f"={shown(asked)}: {why}", place="override slices", legal="1")
-        length = self._length
-        if count and count > length > 0:
-            raise OverrideError.refused("override slices", asked, legal=f"1 to {length}")
+        if count in (None, 1):
+            return count
+        if why := self.unsliced:
+            raise OverrideError(
+                f"={shown(asked)}: {why}", place="override slices", legal="1", way_out=WAY_OUT
+            )
+        length, tp = self._length, self.restrictions.uniform("tp") or 1
+        if count > (most := min(MOST_SLICES, length // tp)):
+            raise OverrideError.refused("override slices", asked, legal=f"1 to {most}")
+        if length % tp or any(size % tp for size in self.slice_sizes):
+            raise OverrideError(
+                f"={shown(asked)} with tp={tp}: the tensor axis splits the tokens of each slice",
+                place="override slices",
+                legal=f"multiples of {tp} that add up to the {length} tokens",
+                way_out="give such sizes, pad the sequences, or another tp",
+            )
         if not isinstance(asked, int) and asked and sum(asked) != length:
             raise OverrideError(
                 f"={shown(asked)} are {sum(asked)} tokens in all",
@@ -241,6 +254,7 @@ class Space:
     def _cuts(self) -> list[int]:
         """Numbers of slices that are tried where nothing is asked."""
         decided = self.slices_asked or self.restrictions.microbatch_size not in (None, 1)
+        decided = decided or not self.problem.target.gradients_come
         cuts = [n for n in SLICES if not decided and self._length // n >= MIN_CONTEXT]
         return [] if cuts and self.unsliced else cuts
 
@@ -356,7 +370,8 @@ class Space:
             return False
         if any(tokens % mesh.tp for tokens in self.slice_sizes):
             return False
-        if (self.slices_asked or 1) > 1 and self._length % mesh.tp:
+        slices = self.slices_asked or 1
+        if slices > 1 and (self._length % mesh.tp or slices > self._length // mesh.tp):
             return False
         if self.own_draws and mesh.devices > 1:
             return False

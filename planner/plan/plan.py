@@ -357,11 +357,13 @@ def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any
     values = {}
     for name in names & data.keys():
         decision, value = DECISIONS[name], data[name]
-        if not decision.accepts(value) or (decision.sizes and not isinstance(value, list)):
+        if decision.sizes and not isinstance(value, list):
+            raise PlanError.refused(f"{place}: {name}", value, legal="a list of sizes")
+        if not decision.accepts(value):
             raise PlanError.refused(f"{place}: {name}", value, legal=decision.values)
         values[name] = {part: float(n) for part, n in value.items()} if decision.parts else value
         if decision.sizes:
-            values[name] = tuple(value)
+            values[name] = tuple(value) if len(value) > 1 else ()
     return values
 
 

@@ -11,6 +11,8 @@ from meshwright.costmodel.sharding import FactorTable, why_not_sliced
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
 
+WAY_OUT = "drop slices; cp splits tokens among ranks where it can"
+
 
 def check_slices(plan: Plan, graph: Graph, factors: FactorTable) -> None:
     """Raise `PlanError` unless a plan's slices, if any, are of the model's sequences."""
@@ -18,18 +20,15 @@ def check_slices(plan: Plan, graph: Graph, factors: FactorTable) -> None:
         return
     if why := why_not_sliced(graph, factors):
         raise PlanError(
-            f"={list(plan.slices)}: {why}",
-            place="plan: slices",
-            legal="none",
-            way_out="drop slices; cp splits tokens among ranks where it can",
+            f"={list(plan.slices)}: {why}", place="plan: slices", legal="none", way_out=WAY_OUT
         )
     assert factors.sequence is not None
     length = factors.sizes[factors.sequence]
-    if sum(plan.slices) != length:
+    if sum(plan.slices) != length or min(plan.slices) < 1 or len(plan.slices) == 1:
         raise PlanError(
             f"={list(plan.slices)} are {sum(plan.slices)} tokens in all",
             place="plan: slices",
-            legal=f"sizes that add up to the model's {length} tokens",
+            legal=f"two sizes from 1 or more, that add up to the model's {length} tokens",
         )
     multiple = tensor_multiple(stage.tp for stage in plan.stages)
     if any(size % multiple for size in plan.slices):

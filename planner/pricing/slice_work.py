@@ -28,7 +28,13 @@ from numpy.typing import NDArray
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.rules import is_causal, traits_of
-from meshwright.costmodel.schedules import StageTimes
+from meshwright.costmodel.schedules import (
+    Action,
+    Pipeline,
+    StageTimes,
+    compute_orders,
+    fewest_alike,
+)
 from meshwright.costmodel.sharding import replicated
 from meshwright.costmodel.stages import Floats, StageCosts
 from meshwright.planner.plan import Plan
@@ -138,17 +144,15 @@ def works_of_slices(
 def held_more(
     plan: Plan, stages: Sequence[StageCosts[float]], active: Sequence[int]
 ) -> list[StageCosts[float]]:
-    """The costs of a plan's stages, `active` slices in flight on each being those with most tokens,
-    and the largest one passing: of each micro-batch the first ones are held first."""
+    """The costs of a plan's stages, whose `active` slices in flight have the most tokens that any
+    have together, and the largest one passing."""
     if not plan.slices:
         return [*stages]
-    works = slice_works(plan.slices, 0.0)
-    largest = max(work.tokens for work in works)
+    mean = sum(plan.slices) / len(plan.slices)
+    largest, most = max(plan.slices) / mean, most_tokens(plan.pipeline, plan.slices)
     held = []
-    for costs, count in zip(stages, active, strict=True):
-        whole, more = divmod(count, len(works))
-        tokens = whole * len(works) + sum(work.tokens for work in works[:more])
-        times = max(1.0, tokens / max(1, count))
+    for costs, count, tokens in zip(stages, active, most, strict=True):
+        times = tokens / mean / max(1, count)
         held.append(
             replace(
                 costs,
@@ -159,3 +163,20 @@ def held_more(
             )
         )
     return held
+
+
+@lru_cache(maxsize=256)
+def most_tokens(pipeline: Pipeline, sizes: tuple[int, ...]) -> list[int]:
+    """Per stage, the most tokens in flight, from the forward of a slice to the end of its
+    backward: as the small last slices of a micro-batch leave, the large ones of the next come."""
+    few = fewest_alike(pipeline)
+    held, most = [0] * few.num_stages, [0] * few.num_stages
+    for order in compute_orders(few):
+        for action, stage, unit, _ in order:
+            tokens = sizes[unit % len(sizes)]
+            held[stage] += tokens * ((action is Action.FORWARD) - (action in _ENDS))
+            most[stage] = max(most[stage], held[stage])
+    return most
+
+
+_ENDS = (Action.BACKWARD, Action.BACKWARD_WEIGHT)

@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.schedules import build_schedule, simulate
+from meshwright.costmodel.schedules import (
+    Action,
+    Pipeline,
+    build_schedule,
+    compute_orders,
+    simulate,
+)
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.slices import slices_at
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.pricing.slice_work import even_work, slice_works
+from meshwright.planner.pricing.slice_work import even_work, most_tokens, slice_works
 from tests.costmodel.schedules.pipelines import times
 from tests.helpers.planning import cluster, large_llama, problem_of
 from tests.helpers.tiny import plan_for, with_stage
@@ -72,6 +78,8 @@ def test_a_plan_is_written_and_read_with_its_slices() -> None:
     plan = sliced((1024, 768, 256))
     assert Plan.from_json(plan.to_json()) == plan
     assert '"slices"' not in sliced(()).to_json()
+    one = plan.to_json().replace("[\n    1024,\n    768,\n    256\n  ]", "[2048]")
+    assert Plan.from_json(one).slices == ()
     with pytest.raises(PlanError, match="slices=3; legal: a list of sizes"):
         Plan.from_json(plan.to_json().replace("[\n    1024,\n    768,\n    256\n  ]", "3"))
 
@@ -102,8 +110,10 @@ def test_the_step_is_simulated_with_the_work_of_each_slice() -> None:
     [
         (
             sliced((1024, 512)),
-            r"slices=\[1024, 512\] are 1536 tokens in all; legal: sizes that add",
+            r"slices=\[1024, 512\] are 1536 tokens in all; legal: two sizes from 1 or more, that",
         ),
+        (sliced((0, 2048)), "legal: two sizes from 1 or more"),
+        (sliced((2048,)), "legal: two sizes from 1 or more"),
         (sliced((1025, 1023), tp=2), r"the tensor axis splits the tokens.*legal: multiples of 2"),
         (sliced((1024, 1024), schedule="dualpipe_v"), "leaves no room for backwards"),
         (with_stage(sliced((1024, 1024)), zero=3), "zero 0 to 2"),
@@ -127,6 +137,29 @@ def test_slices_that_can_t_hold_are_refused(plan: Plan, says: str) -> None:
 def test_other_lengths_are_sliced_alike(length: int, tp: int, expected: tuple[int, ...]) -> None:
     found = slices_at(with_stage(sliced((1024, 768, 256)), tp=tp), length)
     assert found == expected and sum(found) in (0, length)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "interleaved_1f1b"])
+def test_of_uneven_slices_those_in_flight_have_the_most_tokens_of_any(schedule: str) -> None:
+    """By the order itself: the large slices of a micro-batch come as the small ones of the one
+    before leave."""
+    sizes, each = (1024, 512, 384, 128), 2 if schedule == "interleaved_1f1b" else 1
+    pipeline = Pipeline(schedule, 2 * each, 8 * 4, 2, 4)
+    most = [0] * pipeline.num_stages
+    for order in compute_orders(pipeline):
+        held = {stage: set[int]() for stage in range(pipeline.num_stages)}
+        for compute in order:
+            now = held[compute.stage]
+            if compute.action is Action.FORWARD:
+                now = now | {compute.microbatch}
+            tokens = sum(sizes[unit % 4] for unit in now)
+            most[compute.stage] = max(most[compute.stage], tokens)
+            if compute.action in (Action.BACKWARD, Action.BACKWARD_WEIGHT):
+                now = now - {compute.microbatch}
+            held[compute.stage] = now
+    assert most_tokens(pipeline, sizes) == most
+    if schedule == "1f1b":
+        assert most[1] > 2048  # more than a whole micro-batch
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.mesh import Mesh
+from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.plan.check import check_plan
@@ -40,7 +41,7 @@ def test_slices_are_chosen_where_few_long_rows_leave_a_pipeline_empty() -> None:
     assert sum(best.plan.slices) == LENGTH and best.plan.slices[0] >= best.plan.slices[-1]
     without = search(slow(), batch=1, forbid=["slices"]).run().best
     assert not without.plan.slices and without.step_time_s > 1.05 * best.step_time_s
-    assert f"in {len(best.plan.slices)} slices" in describe(best.plan)
+    assert f"in {len(best.plan.slices)} slices of " in describe(best.plan)
     of = model()
     again = Evaluator(problem_of(of, slow())).price(best.plan)
     assert again.prediction.step_time_s == best.step_time_s
@@ -96,10 +97,11 @@ def test_asked_for_they_go_with_numbers_of_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"slices": 0}, r"slices=0; legal: a list of sizes, each an integer from 1"),
-        ({"slices": (8192, -1)}, "legal: a list of sizes"),
+        ({"slices": 0}, r"slices=0; legal: how many, or a list of sizes, each an integer from 1"),
+        ({"slices": (8192, -1)}, "legal: how many, or a list of sizes"),
         ({"slices": (8192, 4096)}, r"12288 tokens in all; legal: sizes that add up to 16384"),
-        ({"slices": LENGTH + 1}, f"legal: 1 to {LENGTH}"),
+        ({"slices": LENGTH + 1}, "legal: 1 to 128"),
+        ({"slices": (8191, 8193), "tp": 2}, "with tp=2.*legal: multiples of 2 that add up"),
         ({"slices": 4, "zero": 3}, "contradicts zero=3: weights would be gathered anew"),
         ({"slices": 4, "cp": 2}, "contradicts cp=2"),
         ({"slices": 4, "schedule": "zb_v"}, "contradicts schedule='zb_v'"),
@@ -114,5 +116,14 @@ def test_what_can_t_hold_is_refused(given: dict[str, Any], says: str) -> None:
 
 def test_a_model_that_reads_later_tokens_is_refused_by_name() -> None:
     assert "bert" in CASES
-    with pytest.raises(OverrideError, match=r"override slices=2: bert.*not causal.*legal: 1"):
+    says = r"override slices=2: bert.*not causal.*legal: 1; drop slices; cp splits tokens"
+    with pytest.raises(OverrideError, match=says):
         search(slow(), graph_of("bert", 4), batch=8, slices=2).run()
+
+
+def test_software_that_has_no_slices_gets_none() -> None:
+    """Asked for, they are refused."""
+    problem = problem_of(model(), slow(), target=TARGETS["megatron"])
+    assert not Search(problem, 1, Overrides(pp=2)).run().best.plan.slices
+    with pytest.raises(OverrideError, match="target 'megatron' is not priced with it"):
+        Search(problem, 1, Overrides(pp=2, slices=2))
