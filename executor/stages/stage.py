@@ -55,7 +55,7 @@ class BlockModule(nn.Module):
         self.given, self.sources = self._called.of(lowered.arguments, lambda: self._call(lowered))
 
     def _call(self, lowered: Lowered) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
-        """Names that a graph is given, and of each of its arguments the place there, or an attribute."""
+        """Names that a graph is given; of each argument the place there, or an attribute."""
         given = tuple(n for n in lowered.arguments if n not in self.own)
         at = {n: k for k, n in enumerate(given)}
         return given, tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
