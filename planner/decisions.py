@@ -382,6 +382,12 @@ def _of_copies(other: str, clash: Callable[[Any], Any], legal: str) -> Contradic
     )
 
 
+def _of_slices(other: str, clash: Callable[[Any], Any], why: str, legal: str) -> Contradiction:
+    return Contradiction(
+        "slices", other, lambda slices, value: slices_in(slices) > 1 and clash(value), why, legal
+    )
+
+
 def _of_one_pass() -> Iterator[Contradiction]:
     """Contradictions of stepping in the backward."""
     meet, whole = "gradients of tied weights meet after it", "it is stepped when all of it is there"
@@ -446,21 +452,20 @@ CONTRADICTIONS = (
         "states are undone on devices", _PIPELINE,
     ),
     *_of_one_pass(),
-    Contradiction(
-        "slices", "zero", lambda slices, zero: slices_in(slices) > 1 and zero == 3,
-        "weights would be gathered anew for each slice", "zero 0 to 2",
+    _of_slices(
+        "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
+        "zero 0 to 2",
     ),
-    Contradiction(
-        "slices", "cp", lambda slices, cp: slices_in(slices) > 1 and cp > 1,
-        "the context axis splits tokens in an order of its own", "cp=1, or no slices",
+    _of_slices(
+        "cp", lambda cp: cp > 1, "the context axis splits tokens in an order of its own",
+        "cp=1, or no slices",
     ),
-    Contradiction(
-        "slices", "segments", lambda slices, blocks: slices_in(slices) > 1 and blocks > 1,
+    _of_slices(
+        "segments", lambda blocks: blocks > 1,
         "what each block keeps for later slices would be held all the same", "segments=1",
     ),
-    Contradiction(
-        "slices", "schedule",
-        lambda slices, name: slices_in(slices) > 1 and not SCHEDULES[name].sliced,
+    _of_slices(
+        "schedule", lambda name: not SCHEDULES[name].sliced,
         "it leaves no room for backwards from the last slice to the first",
         ", ".join(name for name, s in SCHEDULES.items() if s.sliced),
     ),

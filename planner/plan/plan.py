@@ -230,7 +230,7 @@ class Plan:
     @property
     def pass_rows(self) -> float:
         """Rows that have as many tokens as go through a stage at a time, over all its ranks."""
-        return self.microbatch_rows / self.each
+        return self.microbatch_rows / self.slice_count
 
     def having(self, name: str) -> tuple[StagePlan | Plan, ...]:
         """The stages, the plan itself or nothing: where the plan has a decision."""
@@ -246,24 +246,24 @@ class Plan:
     @property
     def passes(self) -> int:
         """Micro-batches, or slices of them, that each stage runs in a step: its copy's share."""
-        return self.num_microbatches * self.each // self.record.copies
+        return self.num_microbatches * self.slice_count // self.record.copies
 
     @property
-    def each(self) -> int:
+    def slice_count(self) -> int:
         """Slices of a micro-batch, of which a whole one counts as one."""
         return max(1, len(self.slices))
 
     @property
     def pipeline(self) -> Pipeline:
         """Micro-batches, or slices of them, through the stages on the device groups."""
-        counts = len(self.stages), self.num_microbatches * self.each, len(self.devices)
-        return Pipeline(self.schedule, *counts, slices=self.each)
+        counts = len(self.stages), self.num_microbatches * self.slice_count, len(self.devices)
+        return Pipeline(self.schedule, *counts, slices=self.slice_count)
 
     def parts(self, k: int) -> Parts:
         """Everything that the price of stage k depends on, beside the problem."""
         stage = self.stages[k]
         rows = self.pass_rows / stage.dp
-        batch = Batch(rows=rows, microbatches=self.passes, slices=self.each)
+        batch = Batch(rows=rows, microbatches=self.passes, slices=self.slice_count)
         return Parts(stage.mesh, batch, stage.sharing, stage.host, self.stepping)
 
     @property

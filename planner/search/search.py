@@ -311,8 +311,10 @@ class Search(Drafter):
         for stage in plan.stages:
             if stage.tp == 1 or limit.over():
                 continue
-            count = plan.num_microbatches * plan.each
-            batch = Batch(rows=plan.pass_rows / stage.dp, microbatches=count, slices=plan.each)
+            count = plan.num_microbatches * plan.slice_count
+            batch = Batch(
+                rows=plan.pass_rows / stage.dp, microbatches=count, slices=plan.slice_count
+            )
             mesh = replace(stage.mesh, spread=1)
             chain = self.programs.chain(self.programs.coster.setting(mesh, batch))
             classes: set[str] = set()

@@ -1,4 +1,4 @@
-"""What the search chooses where sequences are long or memory is short: eight cases, a row for each.
+"""What the search chooses where sequences are long or memory is short: a row for each case.
 
     python -m scripts.planning.landmarks [CASE ...]
 
@@ -61,6 +61,11 @@ LANDMARKS: Mapping[str, Landmark] = {
     "llama-405b, 131k tokens, 16384 H100": Landmark(
         model=lambda: llama(126, 16384, 128, 53248, 131072),
         node="dgx-h100", nodes=2048, batch=128,
+    ),
+    # few long rows over slow links leave a pipeline empty: token slices (Li et al. 2021)
+    "llama-1b, 32k tokens, 32 V100": Landmark(
+        model=lambda: llama(16, 2048, 32, 8192, 32768),
+        node="p3.16xlarge", nodes=4, batch=4, precision="fp16",
     ),
     # memory binds: what sequence parallelism keeps decides
     "gpt3 on 64 A100": Landmark(model=gpt3, node="dgx-a100", nodes=8, batch=512),
