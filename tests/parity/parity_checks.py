@@ -207,7 +207,7 @@ def transfers(cell: Cell) -> dict[str, Any]:
         runtime.train_step(CASES[cell.case].batch(cell.rows, 0))
     mine: dict[str, int] = {}
     for k, stage in runtime.stages.items():
-        for (action, peer), channels in stage.lowered.channels.items():
+        for (action, peer), channels in stage.lowered.parts[0].channels.items():
             if action in (Action.SEND_ACTIVATION, Action.SEND_GRADIENT):
                 mine[f"{k}->{peer}"] = sum(c.bytes_sent for c in channels.values())
     gathered: list[Any] = [None] * launch.world_size()
