@@ -691,7 +691,8 @@ def register_schedule(name: str, record: Schedule) -> None:
             f": {type(error).__name__}: {error}",
             place=f"{place}: {name}",
             legal="a record whose orders run every micro-batch on each stage once",
-            way_out="mend its order, placement or in_flight",
+            way_out="mend its order, placement or in_flight"
+            + ", or say sliced=False" * record.sliced,
         ) from error
     finally:  # of a record of that name that was refused before
         for remembered in (compute_orders, _build, _moments):

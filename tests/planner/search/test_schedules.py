@@ -241,7 +241,7 @@ def patient_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: i
 
 
 PATIENT = replace(
-    SCHEDULES["1f1b"], order=patient_1f1b, in_flight=lambda stage, p, m: p - stage + 1
+    SCHEDULES["1f1b"], order=patient_1f1b, in_flight=lambda stage, p, m: p - stage + 1, sliced=False
 )
 
 
@@ -276,6 +276,7 @@ def waiting(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -
         ("a b", PATIENT, "name='a b'"),
         ("odd", "1f1b", r"record is '1f1b'; legal: a meshwright\.Schedule"),
         ("odd", replace(PATIENT, order=late), "odd: .*stage 0 runs 2 of 3 micro-batches"),
+        ("cut", replace(PATIENT, sliced=True), "cut: .*, or say sliced=False"),
         ("odd", replace(PATIENT, order=waiting), "odd: .*deadlock"),
         ("odd", replace(PATIENT, in_flight=lambda *_: 1), "holds 3 micro-batches, its in_flight 1"),
         ("odd", replace(PATIENT, order=None), "odd: TypeError: 'NoneType' .* is not callable"),
