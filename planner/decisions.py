@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from meshwright.costmodel.compressed import COMPRESSED
 from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, Stepping
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.recompute import RECOMPUTE
@@ -182,6 +183,11 @@ def _quantized_line(sent: Sequence[str]) -> str:
     return f" with quantised {both}" if kinds else ""
 
 
+def _compressed_line(stages: Sequence[str]) -> str:
+    kinds = "/".join(sorted({*stages} - {"none"}))
+    return f"gradients by {kinds}" if kinds else ""
+
+
 def _recompute_line(policies: Sequence[str]) -> str:
     used = [policy for policy in RECOMPUTE if policy in {*policies} - {"none"}]
     text = f"{'/'.join(used)} recompute" if used else ""
@@ -260,6 +266,13 @@ _TABLE = (
         legal=QUANTIZED, off="none", written="stage", forbidden=True, allowed="numbers",
         shared=lambda sharing, holders: sharing.quantized, column="ZeRO",
         cell=", quantised {}".format, line=_quantized_line,
+    ),
+    Decision(
+        "compressed", "what stands for gradients in their sum without ZeRO; needs "
+        "--allow compressed",
+        legal=COMPRESSED, off="none", written="stage", forbidden=True, allowed="numbers",
+        shared=lambda sharing, holders: sharing.compressed, column="gradients",
+        line=_compressed_line,
     ),
     Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
@@ -384,6 +397,34 @@ def _of_one_pass() -> Iterator[Contradiction]:
         )  # fmt: skip
 
 
+def _of_compressed() -> Iterator[Contradiction]:
+    """Contradictions of compressed gradients."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("zero", bool, "each rank would keep a part of a sum that all have to make", "zero=0"),
+        ("ep", lambda ep: ep > 1, "matrices of experts that are shared out are not", "ep=1"),
+        ("offload", lambda parts: parts.get("optimizer"), "the errors stay on devices",
+         "optimizer states on devices"),
+        ("post_validation", bool, "the errors of a step that is undone are not",
+         "post_validation=False"),
+        ("optimizer_in_backward", bool, "the sum's second part follows the next gradients",
+         "optimizer_in_backward=False"),
+        ("schedule", lambda name: SCHEDULES[name].copies > 1,
+         "two copies of the model would each remember errors of their own",
+         "a schedule with one copy (1f1b, zb_v, dualpipe_v)"),
+        ("precision", lambda x: x == "fp16", "errors would be scaled with the loss of another step",
+         "precision bf16 or fp32"),
+    )
+    for other, clash, why, legal in ruled_out:
+        yield Contradiction(
+            "compressed", other, partial(_if_compressed, clash), why,
+            f"{legal}, or compressed='none'", given=other != "precision",
+        )  # fmt: skip
+
+
+def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
+    return how != "none" and clash(value)
+
+
 def _several_parts(schedule: str) -> bool:
     """Whether a schedule splits the backward, or places several stages on a device group."""
     record = SCHEDULES[schedule]
@@ -417,6 +458,7 @@ CONTRADICTIONS = (
         "states are undone on devices", _PIPELINE,
     ),
     *_of_one_pass(),
+    *_of_compressed(),
     _of_copies("pp", lambda pp: pp % 2, "an even pp"),
     _of_copies("num_microbatches", lambda m: m % 2, "an even num_microbatches"),
     _of_copies("zero", lambda zero: zero == 3, "zero 0 to 2"),

@@ -8,7 +8,8 @@ A checkpoint is a folder on a file system that all ranks see:
     manifest.json                where the parts of each tensor are, with their checksums; the plan;
                                  and what is no tensor, the same on all ranks: steps done, seed of
                                  the random masks, loss scale, options and counters of the
-                                 optimizer, states of the user's own objects
+                                 optimizer, states of the user's own objects, and what compressed
+                                 sums of gradients remember, of each rank
 
 Any reader of safetensors reads the files, in which the name of a part says its box. What a load
 reads is verified by the checksums. torch's own storage of this format (`HuggingFaceStorageWriter`)
@@ -26,6 +27,7 @@ overwritten some; every other error is raised before.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +78,9 @@ from meshwright.executor.stages import follow
 from meshwright.profiles.inputs import ArgumentError, shown
 
 log = logging.getLogger(__name__)
+
+REMEMBERED = "meshwright.compressed"  # beside the user's objects
+_LAYOUT = ("blocks", "ranks", "mesh", "zero", "compressed", "shardings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +163,10 @@ def save(
             tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
             # on every rank, since a state may be gathered from all
             compared = group is not None
-            states = run_on_all(group, lambda: RankStates.of(_states(extra or {}), compared))
+            states = run_on_all(
+                group,
+                lambda: RankStates.of(_states(extra or {}) | _remembered(runtime), compared),
+            )
             all_trees = gather_object(group, states.trees)
             merged = run_on_first(group, lambda: Merged.of(all_trees))
             tensors |= states.chunks(merged.writes.get(runtime.place.rank, {}))
@@ -190,6 +198,33 @@ def check_loaded(state: RankState, place: str) -> None:
             legal="a model with weights",
             way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
         )
+
+
+def _remembered(runtime: Runtime) -> dict[str, Any]:
+    """What this rank's compressed sums of gradients remember, by the name that it has beside the
+    user's objects, where the plan has such sums."""
+    compresses = any(stage.compressed != "none" for stage in runtime.plan.stages)
+    return {REMEMBERED: runtime.memories.state_dict()} if compresses else {}
+
+
+def _remembers(runtime: Runtime, notes: Mapping[str, Any], place: str) -> bool:
+    """Whether what compressed sums remember goes on from a checkpoint: its ranks' own parts of the
+    same parameters. Else they begin anew, which is logged."""
+    if not _remembered(runtime):
+        return False
+    running = json.loads(runtime.plan.to_json())
+    alike = REMEMBERED in notes[EXTRA] and _layouts(notes.get("plan")) == _layouts(running)
+    if not alike and not runtime.place.rank:
+        log.warning(
+            "%s was saved under other stages: errors of compressed gradients begin at zero", place
+        )
+    return alike
+
+
+def _layouts(plan: Any) -> list[dict[str, Any]]:
+    """Layouts of the stages of a plan as JSON, on which the parts of ranks depend."""
+    stages = plan.get("stages", []) if isinstance(plan, dict) else []
+    return [{key: stage.get(key) for key in _LAYOUT} for stage in stages]
 
 
 def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
@@ -255,8 +290,11 @@ def load(
         folder, notes = run_on_first(
             group, lambda: _opened(path, runtime, optimizer, extra or {}, place)
         )
+        given = {**(extra or {})}
+        if _remembers(runtime, notes, place):
+            given[REMEMBERED] = runtime.memories
         targets, options = run_on_all(
-            group, lambda: _prepared(runtime, optimizer, extra or {}, folder, notes, place)
+            group, lambda: _prepared(runtime, optimizer, given, folder, notes, place)
         )
         merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, group, place)
@@ -274,7 +312,8 @@ def load(
                 targets.optimizer,
                 merged,
             )
-        for name, x in (extra or {}).items():
+        runtime.memories.clear()
+        for name, x in given.items():
             x.load_state_dict(targets.extra[name])
 
 

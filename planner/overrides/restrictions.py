@@ -26,8 +26,8 @@ from meshwright.planner.overrides.overrides import (
     OverrideError,
     Overrides,
     contradiction,
-    left_quantized,
     left_schedules,
+    left_with_consent,
     schedules_with,
     spelled,
 )
@@ -46,9 +46,9 @@ OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 class Restrictions:
     """The choices that the overrides leave to a search. One entry per block, None where it is free,
     of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `hpz` (those
-    that keep a secondary shard), `quantized`, `segments` and `recompute`.
+    that keep a secondary shard), `quantized`, `compressed`, `segments` and `recompute`.
 
-    Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
+    Free blocks take one of `zeros`, `policies`, `quantizations` and `compressions`, and divide ZeRO among a part of
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
     free, as are `host_states`, the part of the optimizer states in host memory (with it
@@ -68,6 +68,7 @@ class Restrictions:
     dp_shard: tuple[int | None, ...]
     hpz: tuple[int | None, ...]
     quantized: tuple[str | None, ...]
+    compressed: tuple[str | None, ...]
     segments: tuple[int | None, ...]
     recompute: tuple[str | None, ...]
     zeros: frozenset[int]
@@ -75,6 +76,7 @@ class Restrictions:
     partial_shards: bool
     secondary_shards: bool
     quantizations: tuple[str, ...]
+    compressions: tuple[str, ...]
     schedules: tuple[str, ...]
     placements: tuple[str, ...]
     cp_kind: ContextKind | None
@@ -95,7 +97,8 @@ class Restrictions:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
         where i >= j."""
         choices = {
-            "zero": self.zeros, "recompute": self.policies, "quantized": self.quantizations
+            "zero": self.zeros, "recompute": self.policies, "quantized": self.quantizations,
+            "compressed": self.compressions,
         }  # fmt: skip
         free = value in choices.get(name, (value,))
         other = [not free if v is None else v != value for v in getattr(self, name)]
@@ -131,7 +134,9 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
-    quantizations = left_quantized(wanted, allow, precision)
+    quantizations, compressions = (
+        left_with_consent(wanted, name, allow, precision) for name in ("quantized", "compressed")
+    )
     schedules = left_schedules(wanted)
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
@@ -156,6 +161,7 @@ def restrict(
         partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
+        compressions=compressions,
         schedules=tuple(
             s
             for s in schedules

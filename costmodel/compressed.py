@@ -1,0 +1,93 @@
+"""Compressed sums of gradients over the data axis: what is sent, computed and remembered.
+
+A gradient of two dims and more is a matrix M of n rows and m columns, its first dim and the rest;
+under tensor parallelism that of a rank's own part. N ranks sum theirs. Each rank adds the error e
+that it remembers, sends less than the sum D = M + e of both, and remembers what was not sent:
+
+    powersgd-r   P = Σ D Q, orthonormal columns of it, Q = Σ Dᵀ P, S = P Qᵀ, e = D - S/N: two
+                 all-reduces, of r·n and r·m numbers, for one of n·m. Q is the next step's start
+    topk-x       the k = x % of the elements of D that are largest, values and places, in one
+                 all-gather of N k; e is the rest
+
+so that Σ e is what S lacks of Σ D (PowerSGD, arXiv 1905.13727; error feedback, 1901.09847; Deep
+Gradient Compression, 1712.01887, without its changes to the optimizer). Vectors, and matrices that
+would not shrink by it, are summed as they are: r (n + m) ≥ n·m, N k ≥ n·m.
+
+In fp32 whatever the gradient's dtype. Bytes of memory traffic: three products read or write n·m
+each, beside the error that is added and taken away; of top-k the selection's passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+NONE = "none"
+RANKS = (1, 2, 4, 8, 16, 32)
+PERCENTS = (0.1, 1.0, 10.0)
+COMPRESSED = (
+    NONE,
+    *(f"powersgd-{rank}" for rank in RANKS),
+    *(f"topk-{percent:g}" for percent in PERCENTS),
+)
+# what the search may choose: a price sees the seconds of a loss that it does not see, so that it
+# would take the coarsest of each. The settings of the papers' language models
+OFFERED = (NONE, "powersgd-4", "topk-0.1")
+NUMBER = 4  # bytes of fp32, and of a place
+# of an element, beside what products read: to add the gradient to the error, and to take the sum
+# away from it; of top-k to add, the absolute values, four passes of a radix selection, the zeros
+ERROR_BYTES = 24.0
+SELECT_BYTES = 12.0 + 8.0 + 4 * 4.0 + 4.0
+SCATTER_BYTES = 16.0  # of a value that is added at its place
+# operators that a rank issues for a matrix, and for a column of its factor (Householder, twice)
+OPERATORS, COLUMN_OPERATORS = 10, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """The compression that a name of `COMPRESSED` says, but for "none": of so many columns (`rank`,
+    0 for top-k), or the `part` of the elements that is sent."""
+
+    rank: int = 0
+    part: float = 0.0
+
+    def kept(self, rows: int, columns: int) -> int:
+        """Elements of a matrix that top-k sends."""
+        return max(1, math.floor(self.part * rows * columns))
+
+    def shrinks(self, rows: int, columns: int, ranks: int) -> bool:
+        """Whether less travels of a matrix that so many ranks sum than without."""
+        if self.rank:
+            return self.rank * (rows + columns) < rows * columns
+        return ranks * self.kept(rows, columns) < rows * columns
+
+    def memory_bytes(self, rows: int, columns: int) -> float:
+        """Bytes that a rank remembers of a matrix: its error, and PowerSGD's Q."""
+        return NUMBER * (rows * columns + self.rank * columns)
+
+    def moved_bytes(self, rows: int, columns: int, ranks: int) -> float:
+        """Bytes of memory traffic beside products."""
+        numel = rows * columns
+        if self.rank:
+            return numel * ERROR_BYTES
+        return numel * SELECT_BYTES + ranks * self.kept(rows, columns) * SCATTER_BYTES
+
+    def operators(self, ranks: int) -> int:
+        """Operators of a matrix."""
+        return OPERATORS + (COLUMN_OPERATORS * self.rank if self.rank else ranks)
+
+
+@cache
+def compression(name: str) -> Compression | None:
+    """The compression of this name; None for "none"."""
+    kind, _, number = name.partition("-")
+    if kind == "powersgd":
+        return Compression(rank=int(number))
+    return Compression(part=float(number) / 100) if kind == "topk" else None
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int] | None:
+    """Rows and columns of a tensor of this shape; None for vectors."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else None

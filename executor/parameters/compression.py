@@ -1,0 +1,162 @@
+"""Compressed sums of a bucket's gradients over the data axis (`costmodel/compressed.py`).
+
+A rank's memory of one parameter is its error, of the gradient's elements, and under PowerSGD the
+factor Q of the last step, equal on all ranks, as is what they sum to, bit by bit. Gradients of one
+bucket travel together. A first Q is drawn by the parameter's name. A Q whose column a step left
+without any length (a gradient of zeros) keeps that column of the step before.
+
+A step that is dropped, since some gradient of it is not finite, empties the memories: what they
+had of it can't be told from the rest.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.costmodel.compressed import Compression, as_matrix, compression
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.resharding import Axis, all_gather_flat
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Memory:
+    """A rank's memory of one parameter: its `error`, (rows, columns) in fp32, and PowerSGD's factor
+    `q`, (columns, rank), or None."""
+
+    fqn: str
+    error: torch.Tensor
+    q: torch.Tensor | None
+
+    @staticmethod
+    def of(fqn: str, shape: Sequence[int], how: Compression, device: torch.device) -> Memory:
+        """The empty memory of a parameter of this local shape."""
+        sides = as_matrix(shape)
+        assert sides is not None
+        error = torch.zeros(sides, dtype=torch.float32, device=device)
+        q = first_factor(fqn, sides[1], how.rank).to(device) if how.rank else None
+        return Memory(fqn=fqn, error=error, q=q)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.error.zero_()
+        if self.q is not None:
+            self.q.copy_(first_factor(self.fqn, *self.q.shape))
+
+
+class Memories:
+    """A rank's memories of all its parameters, by FQN, as a checkpoint has them."""
+
+    def __init__(self, memories: Iterable[Memory]) -> None:
+        self.of = {memory.fqn: memory for memory in memories}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for memory in self.of.values():
+            memory.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Errors, which are each rank's own, and factors."""
+        return {
+            fqn: {"error": m.error} | ({} if m.q is None else {"q": m.q})
+            for fqn, m in self.of.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of the same plan."""
+        for fqn, memory in self.of.items():
+            memory.error.copy_(state[fqn]["error"])
+            if memory.q is not None:
+                memory.q.copy_(state[fqn]["q"])
+
+
+def first_factor(fqn: str, columns: int, rank: int) -> torch.Tensor:
+    """PowerSGD's first Q of a parameter, the same on all ranks: normal numbers."""
+    draw = torch.Generator().manual_seed(zlib.crc32(fqn.encode()))
+    return torch.randn(columns, rank, generator=draw)
+
+
+def compression_of(p: StageParameter, axis: Axis) -> Compression | None:
+    """The compression by which a parameter's gradient is summed over an axis; None as it is."""
+    how, sides = compression(p.sharing.compressed), as_matrix(p.leaf.shape)
+    if not (how and sides and p.sum_data and how.shrinks(*sides, axis.size)):
+        return None
+    return how
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CompressedSum:
+    """The sum over an axis of the gradients that lie one after the other in a buffer, each with
+    its memory."""
+
+    how: Compression
+    memories: Sequence[Memory]
+
+    def run(self, x: torch.Tensor, axis: Axis) -> Iterator[None]:
+        """Sum a buffer (1, columns) in place; yields while a collective is under way."""
+        flat, start = x.view(-1), 0
+        for memory in self.memories:
+            stop = start + memory.error.numel()
+            memory.error.view(-1).add_(flat[start:stop])
+            start = stop
+        yield from (self._factors if self.how.rank else self._largest)(flat, axis)
+
+    def _factors(self, flat: torch.Tensor, axis: Axis) -> Iterator[None]:
+        """PowerSGD."""
+        memories = self.memories
+        sums = _packed([m.error @ _factor(m) for m in memories])
+        work = dist.all_reduce(sums[0], group=axis.group, async_op=True)
+        yield
+        work.wait()
+        bases = [torch.linalg.qr(p).Q for p in sums[1]]
+        factors = _packed([m.error.T @ p for m, p in zip(memories, bases, strict=True)])
+        work = dist.all_reduce(factors[0], group=axis.group, async_op=True)
+        yield
+        work.wait()
+        start = 0
+        for memory, p, q in zip(memories, bases, factors[1], strict=True):
+            stop = start + memory.error.numel()
+            into = flat[start:stop].view(memory.error.shape)
+            into.copy_(p @ q.T)  # rounded to what the optimizer reads, which the error knows
+            memory.error.sub_(into, alpha=1 / axis.size)
+            warm = _factor(memory)
+            warm.copy_(torch.where(q.square().sum(0) > 0, q, warm))
+            start = stop
+
+    def _largest(self, flat: torch.Tensor, axis: Axis) -> Iterator[None]:
+        """Top-k: each rank's elements are added in the order of the ranks, so that all have the
+        same sums."""
+        values, places, start = [], [], 0
+        for memory in self.memories:
+            error = memory.error.view(-1)
+            k = self.how.kept(*memory.error.shape)
+            at = torch.topk(error.abs(), k, sorted=False).indices
+            values.append(error[at])
+            places.append((at + start).to(torch.int32))
+            error[at] = 0.0
+            start += error.numel()
+        sent = torch.cat([torch.cat(values).view(torch.int32), *places])
+        received, work = all_gather_flat(sent, axis)
+        yield
+        work.wait()
+        total = torch.zeros_like(flat, dtype=torch.float32)
+        for of_rank in received.view(axis.size, 2, -1):
+            total[of_rank[1].long()] += of_rank[0].view(torch.float32)
+        flat.copy_(total)
+
+
+def _factor(memory: Memory) -> torch.Tensor:
+    assert memory.q is not None
+    return memory.q
+
+
+def _packed(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Matrices in one buffer, and as views of it."""
+    buffer = torch.cat([part.reshape(-1) for part in parts])
+    views = buffer.split([part.numel() for part in parts])
+    return buffer, [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
