@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.compressed import COMPRESSED
+from meshwright.costmodel.compressed import COMPRESSED, Compression, compression
 from meshwright.costmodel.quantized import QUANTIZED, A, buffer_bytes
 
 
@@ -59,6 +59,11 @@ class Sharing:
         return self.quantized in ("gradients", "both")
 
     @property
+    def compression(self) -> Compression | None:
+        """Compression of matrices of gradients in their sum; None: as they are."""
+        return compression(self.compressed)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """Key to sort by."""
         sent = QUANTIZED.index(self.quantized), COMPRESSED.index(self.compressed)
@@ -71,7 +76,7 @@ class Sharing:
 
     @property
     def sent_otherwise(self) -> bool:
-        """Whether weights are kept twice, or sent in blocks of few bits, or gradients compressed."""
+        """Whether weights are kept twice or sent in blocks of few bits, or gradients compressed."""
         return any(self.order[2:])
 
     def among(self, holders: int) -> int:

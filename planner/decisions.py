@@ -401,18 +401,37 @@ def _of_compressed() -> Iterator[Contradiction]:
     """Contradictions of compressed gradients."""
     ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
         ("zero", bool, "each rank would keep a part of a sum that all have to make", "zero=0"),
-        ("ep", lambda ep: ep > 1, "matrices of experts that are shared out are not", "ep=1"),
-        ("offload", lambda parts: parts.get("optimizer"), "the errors stay on devices",
-         "optimizer states on devices"),
-        ("post_validation", bool, "the errors of a step that is undone are not",
-         "post_validation=False"),
-        ("optimizer_in_backward", bool, "the sum's second part follows the next gradients",
-         "optimizer_in_backward=False"),
-        ("schedule", lambda name: SCHEDULES[name].copies > 1,
-         "two copies of the model would each remember errors of their own",
-         "a schedule with one copy (1f1b, zb_v, dualpipe_v)"),
-        ("precision", lambda x: x == "fp16", "errors would be scaled with the loss of another step",
-         "precision bf16 or fp32"),
+        ("ep", lambda ep: ep > 1, "sums of experts that are shared out are not compressed", "ep=1"),
+        (
+            "offload",
+            lambda parts: parts.get("optimizer"),
+            "the errors stay on devices",
+            "optimizer states on devices",
+        ),
+        (
+            "post_validation",
+            bool,
+            "the errors of a step that is undone are not",
+            "post_validation=False",
+        ),
+        (
+            "optimizer_in_backward",
+            bool,
+            "the sum's second part follows the next gradients",
+            "optimizer_in_backward=False",
+        ),
+        (
+            "schedule",
+            lambda name: SCHEDULES[name].copies > 1,
+            "two copies of the model would each remember errors of their own",
+            "a schedule with one copy (1f1b, zb_v, dualpipe_v)",
+        ),
+        (
+            "precision",
+            lambda x: x == "fp16",
+            "errors would be scaled with the loss of another step",
+            "precision bf16 or fp32",
+        ),
     )
     for other, clash, why, legal in ruled_out:
         yield Contradiction(

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from meshwright.costmodel.compressed import NUMBER, Compression, as_matrix, compression
+from meshwright.costmodel.compressed import NUMBER, Compression, as_matrix
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, matmul_seconds, stream_seconds
 from meshwright.costmodel.memo import Memo
@@ -92,7 +92,8 @@ class ParameterPricer:
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch, of.stepping
-        known, key = self.known.of(where, Memo), (size, self._parts(value, placement))
+        how = self._compressed(value, placement)
+        known, key = self.known.of(where, Memo), (size, self._parts(value, placement), how)
         return known.of(key, lambda: priced(self._entries(value, placement)))
 
     def _entries(self, value: str, placement: Placement) -> Iterator[Entry]:
@@ -154,7 +155,7 @@ class ParameterPricer:
     ) -> tuple[Compression, tuple[int, int]] | None:
         """The compression of a parameter's gradient, and the sides of the matrix that it is on a
         rank; None where it is summed as it is."""
-        how, shape = compression(self.setting.sharing.compressed), self.graph.values[value].shape
+        how, shape = self.setting.sharing.compression, self.graph.values[value].shape
         sides, ranks = as_matrix(shape), self.holders(value, placement)
         if how is None or sides is None or ranks == 1:
             return None

@@ -164,8 +164,7 @@ def save(
             # on every rank, since a state may be gathered from all
             compared = group is not None
             states = run_on_all(
-                group,
-                lambda: RankStates.of(_states(extra or {}) | _remembered(runtime), compared),
+                group, lambda: RankStates.of(_states(extra or {}) | _remembered(runtime), compared)
             )
             all_trees = gather_object(group, states.trees)
             merged = run_on_first(group, lambda: Merged.of(all_trees))
@@ -201,9 +200,9 @@ def check_loaded(state: RankState, place: str) -> None:
 
 
 def _remembered(runtime: Runtime) -> dict[str, Any]:
-    """What this rank's compressed sums of gradients remember, by the name that it has beside the
+    """Memories of this rank's compressed sums of gradients, by the name that they have beside the
     user's objects, where the plan has such sums."""
-    compresses = any(stage.compressed != "none" for stage in runtime.plan.stages)
+    compresses = any(stage.compression for stage in runtime.plan.stages)
     return {REMEMBERED: runtime.memories.state_dict()} if compresses else {}
 
 

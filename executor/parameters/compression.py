@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.compressed import Compression, as_matrix, compression
+from meshwright.costmodel.compressed import Compression, as_matrix
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.resharding import Axis, all_gather_flat
 
@@ -83,7 +83,7 @@ def first_factor(fqn: str, columns: int, rank: int) -> torch.Tensor:
 
 def compression_of(p: StageParameter, axis: Axis) -> Compression | None:
     """The compression by which a parameter's gradient is summed over an axis; None as it is."""
-    how, sides = compression(p.sharing.compressed), as_matrix(p.leaf.shape)
+    how, sides = p.sharing.compression, as_matrix(p.leaf.shape)
     if not (how and sides and p.sum_data and how.shrinks(*sides, axis.size)):
         return None
     return how

@@ -311,7 +311,7 @@ class Reducer:
 
     @property
     def memories(self) -> list[Memory]:
-        """What compressed sums remember from step to step."""
+        """Memories of compressed sums, from step to step."""
         sums = (bucket.compressed for bucket in self.buckets if bucket.compressed is not None)
         return [memory for compressed in sums for memory in compressed.memories]
 

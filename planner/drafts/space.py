@@ -23,8 +23,8 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.compressed import COMPRESSED
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh, Stepping
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.quantized import QUANTIZED
@@ -373,7 +373,7 @@ class Space:
         return [choice for choice in QUANTIZED if choice in legal and (may or choice == "none")]
 
     def compressions(self, mesh: Mesh, plain: Sharing) -> list[str]:
-        """What may stand for gradients in their sum in a stage with this sharing."""
+        """Compressions that sums of gradients in a stage with this sharing may have."""
         over = self.restrictions
         if mesh.dp * mesh.cp == 1:
             return ["none"]
@@ -402,7 +402,7 @@ class Space:
 
     def may_step(self, stepping: Stepping, pipeline: Pipeline, sharing: Sharing) -> bool:
         """Whether optimizers may step so."""
-        if sharing.compressed != "none":
+        if sharing.compression:
             return False
         if stepping == "in_backward":
             alone = pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
@@ -421,7 +421,7 @@ class Space:
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
             if not schedule.on_request or len(over.schedules) == 1
             if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
-            if schedule.copies == 1 or sharing.compressed == "none"
+            if schedule.copies == 1 or not sharing.compression
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:

@@ -57,11 +57,11 @@ class Overrides:
     among which ZeRO divides, `hpz` those that keep a secondary shard of its weights for the
     backward (as many as it divides among: none), `quantized` what it sends in blocks of few bits,
     where that is allowed ("none", "weights", "gradients", "both"), `compressed` what stands for
-    gradients in their sum without ZeRO, where allowed ("none", "powersgd-4", "topk-0.1" and
-    others), `recompute` what a block's backward runs again: "none", "selective", "pointwise", "widening", "products", "full" (each
-    keeps less), or "alternate"; "regather", or "+regather" behind a partial one, gathers again what
-    tensor-parallel ranks gathered; `segments` how many neighbours run again together, of which the
-    first one's input alone is kept (1: none).
+    gradients in their sum without ZeRO, where that is allowed ("none", "powersgd-4", "topk-0.1" and
+    others), `recompute` what a block's backward runs again: "none", "selective", "pointwise",
+    "widening", "products", "full" (each keeps less), or "alternate"; "regather", or "+regather"
+    behind a partial one, gathers again what tensor-parallel ranks gathered; `segments` how many
+    neighbours run again together, of which the first one's input alone is kept (1: none).
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the

@@ -48,11 +48,11 @@ class Restrictions:
     of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `hpz` (those
     that keep a secondary shard), `quantized`, `compressed`, `segments` and `recompute`.
 
-    Free blocks take one of `zeros`, `policies`, `quantizations` and `compressions`, and divide ZeRO among a part of
-    the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
-    `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
-    free, as are `host_states`, the part of the optimizer states in host memory (with it
-    `host_weights`, that of the weights, and `host_files`, that of the states in files, are
+    Free blocks take one of `zeros`, `policies`, `quantizations` and `compressions`, and divide
+    ZeRO among a part of the data axis only with `partial_shards`, with secondary shards only with
+    `secondary_shards`. `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is
+    None where it is free, as are `host_states`, the part of the optimizer states in host memory
+    (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
     `steppings` are the ways in which optimizers may step, the first one always. Without
     `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which stages end,
@@ -134,9 +134,8 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
-    quantizations, compressions = (
-        left_with_consent(wanted, name, allow, precision) for name in ("quantized", "compressed")
-    )
+    quantizations = left_with_consent(wanted, "quantized", allow, precision)
+    compressions = left_with_consent(wanted, "compressed", allow, precision)
     schedules = left_schedules(wanted)
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}

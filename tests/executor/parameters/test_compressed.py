@@ -1,7 +1,7 @@
 """Compressed sums of gradients are those of workers that are simulated one after the other, here in
 float64 and by the papers' own words; and a run that sends them learns as one that doesn't.
 
-PowerSGD (arXiv:1905.13727) with its memory of errors (1901.09847), top-k with the same (1712.01887).
+PowerSGD (arXiv:1905.13727) with its memory of errors (1901.09847), and top-k (1712.01887) with it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from meshwright.executor.parameters.parameters import local_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.resharding import Axis
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.planner.plan import Plan, PlanError
+from meshwright.planner.plan import Plan
 from tests.executor.parameters.learned import GPT, gpt_of
 from tests.helpers import tiny
 from tests.helpers.plan_building import Knobs, build_plan
@@ -139,7 +140,7 @@ def sums() -> None:
     for how, dtype in product(FORMS, (torch.float32, torch.bfloat16)):
         asked = [torch.zeros(sides) for sides in SIDES]
         taken = [torch.zeros(sides) for sides in SIDES]
-        for given, came, memories in summed(how, drawn, dtype):
+        for given, came, memories in summed(how, drawn, dtype):  # noqa: B007
             for k in range(len(SIDES)):
                 asked[k] += torch.stack(given[k]).float().sum(0)
                 taken[k] += came[k].float()
@@ -248,7 +249,9 @@ def simulated(
                 mean = tiny.loss(model(ids[first : first + rows]), targets[first : first + rows])
                 (mean / run.microbatches / dp).backward()
                 losses[-1] += float(mean.detach()) / run.microbatches / dp
-            parts.append([p.grad.double().numpy() for p in model.parameters() if p.grad is not None])
+            parts.append(
+                [p.grad.double().numpy() for p in model.parameters() if p.grad is not None]
+            )
         for k, (name, p) in enumerate(model.named_parameters()):
             given, dim = [of_worker[k] for of_worker in parts], dims.get(name)
             cuts = 1 if dim is None else tp
@@ -329,6 +332,15 @@ def test_a_run_goes_on_with_its_errors_where_its_stages_are_the_same(tmp_path: P
 # --- learning -------------------------------------------------------------------------------------
 
 
+EXACT_STEPS = 2  # the fewest that torch's hook sums as they are before it begins
+
+
+def as_they_are(of: CompressedSum, x: torch.Tensor, axis: Axis) -> Iterator[None]:
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    yield
+    work.wait()
+
+
 def learned(compressed: str, seed: int, steps: int) -> list[float]:
     of = gpt_of(ROWS // 2, "fp32")
     knobs = Knobs(meshes=((4, 1),), rows=ROWS, num_microbatches=2, compressed=compressed)
@@ -336,7 +348,9 @@ def learned(compressed: str, seed: int, steps: int) -> list[float]:
     optimizer, losses = GPT.optimize(runtime), []
     for step in range(steps):
         optimizer.zero_grad()
-        losses.append(float(runtime.train_step(GPT.batch(ROWS, step))))
+        run = as_they_are if step < EXACT_STEPS else CompressedSum.run
+        with mock.patch.object(CompressedSum, "run", run):
+            losses.append(float(runtime.train_step(GPT.batch(ROWS, step))))
         optimizer.step()
     return losses
 
@@ -345,7 +359,10 @@ def learned_by_torch(rank: int, seed: int, steps: int) -> list[float]:
     """DistributedDataParallel with torch's own hook of the published form."""
     model = nn.parallel.DistributedDataParallel(GPT.model(seed))
     state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=EXACT_STEPS,
+        min_compression_rate=1,
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer, losses = GPT.optimizer(model.parameters()), []
@@ -363,22 +380,17 @@ def learned_by_torch(rank: int, seed: int, steps: int) -> list[float]:
     return losses
 
 
-def noise(seed: int) -> tuple[list[float], ...]:
-    steps = 40
-    return (
-        learned("none", seed, steps),
-        learned("powersgd-4", seed, steps),
-        learned_by_torch(4, seed, steps),
-        learned("topk-10", seed, steps),
-    )
+def side_by_side(seed: int, steps: int) -> dict[str, list[float]]:
+    ours = {name: learned(name, seed, steps) for name in ("none", "powersgd-4", "topk-10")}
+    return ours | {"torch": learned_by_torch(4, seed, steps)}
 
 
 @second_tier("steps that are those of simulated workers are kept")
 def test_a_run_learns_as_with_torch_s_own_hook() -> None:
-    """Within what two seeds differ by."""
-    first, second = (on_ranks(4, noise, seed, timeout_s=400) for seed in (1, 2))
-    for exact, ours, theirs, largest in (first, second):
-        print(exact[-1], ours[-1], theirs[-1], largest[-1])
-        assert ours[-1] < exact[0] - 1.0
-        assert np.mean(ours[-5:]) == pytest.approx(np.mean(theirs[-5:]), rel=0.1)
-        assert largest[-1] < exact[0] - 1.0
+    """Closer to it than two seeds are to each other, though first factors are others."""
+    seeds = [on_ranks(4, side_by_side, seed, 40, timeout_s=400) for seed in (1, 2)]
+    last = [{name: float(np.mean(x[-5:])) for name, x in of.items()} for of in seeds]
+    for of in last:
+        assert of["powersgd-4"] == pytest.approx(of["torch"], rel=0.02)
+        assert of["none"] < of["powersgd-4"] < 1.3
+        assert of["none"] < of["topk-10"] < 1.3

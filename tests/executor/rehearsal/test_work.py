@@ -25,10 +25,13 @@ from tests.user_code.user_models import lora
 REL, ABS = 1e-3, 400  # bytes: counts of rows, losses, norms, what batches are compared by
 MESSAGES = {"forward", "backward"}
 
-FIRST = ("llama tp2 1f1b m2 full", "mlp pp2xdp2 zb_v m4 zero1")
+FIRST = (
+    "llama tp2 1f1b m2 full", "mlp pp2xdp2 zb_v m4 zero1", "llama dp2xtp2 1f1b m2 powersgd-1",
+)  # fmt: skip
 ALIKE = (
     *FIRST, "gpt2_untied dp2 1f1b m2 zero2 bf16", "gpt2_untied pp2 1f1b m4 mixed",
-    "gpt2_deep 1 1f1b m2 widening", "gpt2_tied dp2 1f1b m2 zero1",
+    "gpt2_deep 1 1f1b m2 widening", "gpt2_untied pp2xdp2 1f1b m4 topk-1",
+    "gpt2_untied dp4 1f1b m2 powersgd-2 bf16", "gpt2_tied dp2 1f1b m2 zero1",
     "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16", "gpt2_untied pp2xtp2 zb_h1 m4",
     "moe dp2 1f1b m2", "resnet dp2 1f1b m2", "resnet tp2 1f1b m2", "plain_gpt dp2 1f1b m2 full",
 )  # fmt: skip

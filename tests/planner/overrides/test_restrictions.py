@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.compressed import COMPRESSED, OFFERED
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.recompute import RECOMPUTE
@@ -76,7 +77,7 @@ def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
 
 
 def in_fp16(overrides: dict[str, Any]) -> None:
-    restrict(Overrides(**overrides), layers(), allow=["quantized"], precision="fp16")
+    restrict(Overrides(**overrides), layers(), allow=ALLOWABLE, precision="fp16")
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -85,7 +86,8 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "stage_cuts": lambda stages: stage_cuts(Overrides(stages=stages), model()),
 }
 NO_NAMES = (
-    "legal: a list of quantized, post_validation, optimizer_in_backward, e.g. allow=['quantized']"
+    "legal: a list of quantized, compressed, post_validation, optimizer_in_backward, "
+    "e.g. allow=['quantized']"
 )
 
 
@@ -209,7 +211,7 @@ def test_values_have_stages_of_their_own_where_groups_times_each_are_enough() ->
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
     "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "hpz": (1, 2, 4), "quantized": QUANTIZED,
-    "segments": (1, 2, 4), "recompute": RECOMPUTE,
+    "compressed": COMPRESSED, "segments": (1, 2, 4), "recompute": RECOMPUTE,
 }  # fmt: skip
 
 
@@ -234,7 +236,8 @@ def restricted(draw: st.DrawFn) -> Case:
 @given(restricted())
 def test_a_stage_may_have_a_value_that_all_its_blocks_may(case: Case) -> None:
     limits, name, asked = case
-    others = {"zero": limits.zeros, "recompute": limits.policies}.get(name, VALUES[name])
+    free = {"zero": limits.zeros, "recompute": limits.policies, "compressed": limits.compressions}
+    others = free.get(name, VALUES[name])
     for value in VALUES[name]:
         mask = limits.stage_mask(name, value)
         assert mask.dtype == bool
@@ -295,9 +298,12 @@ def test_stages_are_cuts_and_may_be_ranges() -> None:
     assert stage_cuts(Overrides(), graph) is None
 
 
-@pytest.mark.parametrize("options", [{}, {"allow": ["quantized"], "precision": "fp16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"allow": ALLOWABLE, "precision": "fp16"}], ids=str)
 def test_what_is_not_allowed_is_left_out(options: dict[str, Any]) -> None:
     assert restrict(Overrides(), layers(), **options).quantizations == ("none",)
     assert restrict(Overrides(quantized="none"), layers(), **options).quantized == ("none",) * 8
     assert restrict(Overrides(), layers(), allow=ALLOWABLE).quantizations == QUANTIZED
+    assert restrict(Overrides(), layers(), **options).compressions == ("none",)
+    assert restrict(Overrides(), layers(), allow=["quantized"]).compressions == ("none",)
+    assert restrict(Overrides(), layers(), allow=["compressed"]).compressions == OFFERED
     assert check_allow(["quantized", "quantized"]) == ("quantized",)
