@@ -157,7 +157,7 @@ class ParameterPricer:
         rank; None where it is summed as it is."""
         how, shape = self.setting.sharing.compression, self.graph.values[value].shape
         sides, ranks = as_matrix(shape), self.holders(value, placement)
-        if how is None or sides is None or ranks == 1:
+        if how is None or sides is None or ranks == 1 or not math.prod(shape):
             return None
         part = self.numel(value, placement) / math.prod(shape)
         rows, columns = sides
@@ -188,7 +188,8 @@ class ParameterPricer:
                 seconds = matmul_seconds(on, "fp32", m, n, k, 1, read)
                 flops = 2.0 * m * n * k
                 yield Entry("compress_s", "cast", seconds, flops=flops, moved_bytes=read)
-        yield self._streamed("compress_s", "cast", how.moved_bytes(rows, columns, group.size))
+        moved = how.moved_bytes(rows, columns, group.size, on.kind)
+        yield self._streamed("compress_s", "cast", moved)
         issued = how.operators(group.size) * on.launch_overhead_s
         yield Entry("compress_s", "cast", issued)
 

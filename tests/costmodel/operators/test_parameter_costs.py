@@ -115,7 +115,7 @@ def test_compressed_sums_send_what_stands_for_matrices(name: str) -> None:
             remembered += 4 * (numel + how.rank * m)
         else:
             sent += 7 * 8 * k
-            moved += 40 * numel + 8 * 16 * k
+            moved += 40 * numel + 8 * 80 * k
             remembered += 4 * numel
     assert moved
     free = {"flops": ENDLESS, "bandwidth": ENDLESS, "memory_bandwidth": ENDLESS}

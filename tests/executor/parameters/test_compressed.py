@@ -51,7 +51,7 @@ class Workers:
 
     @staticmethod
     def of(how: Compression, fqn: str, columns: int) -> "Workers":
-        q = first_factor(fqn, columns, how.rank).double().numpy() if how.rank else np.zeros(())
+        q = first_factor(fqn, how.rank, columns).double().numpy().T if how.rank else np.zeros(())
         return Workers(how, q)
 
     def sum(self, gradients: Sequence[Floats]) -> Floats:
