@@ -86,6 +86,7 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
         "has as many micro-batches as pipeline stages",
         lambda it: it.groups > 1 and it.num_microbatches < it.groups,
     ),
+    (1.0, "sums gradients as they are", lambda it: it.sharing.compression is not None),
     (0.35, "has nothing in host memory", lambda it: it.away > 0),
     (0.24, "uses fewer axes besides the data axis", lambda it: it.axes),
     (0.45, "undoes no steps", lambda it: it.stepping == "validated"),

@@ -26,7 +26,7 @@ from meshwright.executor.parameters.parameters import local_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.resharding import Axis
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, PlanError
 from tests.executor.parameters.learned import GPT, gpt_of
 from tests.helpers import tiny
 from tests.helpers.plan_building import Knobs, build_plan
@@ -289,6 +289,13 @@ def test_training_is_that_of_workers_one_after_the_other(run: Run) -> None:
     for name, x in wanted.items():
         torch.testing.assert_close(found[name], x, atol=1e-5, rtol=1e-5)
     assert max(float((plain[name] - x).abs().max()) for name, x in wanted.items()) > 1e-3
+
+
+def test_a_plan_that_changes_numbers_needs_consent() -> None:
+    said = r"(?s)compressed='powersgd-2'.*legal: none.*allow=\[\"compressed\"\]"
+    given = {"example_inputs": tiny.batch(4), "loss_fn": tiny.loss, "global_batch_size": ROWS}
+    with pytest.raises(PlanError, match=said):
+        tiny.planned(tiny.net(), 4, plan=RUNS[0].plan()[0], profile=False, **given)
 
 
 # --- a run that ends and goes on ------------------------------------------------------------------
