@@ -411,7 +411,7 @@ def _of_compressed() -> Iterator[Contradiction]:
         (
             "post_validation",
             bool,
-            "the errors of a step that is undone are not",
+            "a step is undone, and the errors that it left are not",
             "post_validation=False",
         ),
         (

@@ -356,7 +356,10 @@ def left_with_consent(
         why = _NOT_IN_FP16[name]
         way_out = "train in bf16, or drop the override"
     else:
-        return tuple(v for v in overrides.left(name) if name != "compressed" or v in OFFERED)
+        if name != "compressed":
+            return overrides.left(name)
+        offered = {*OFFERED, *(value for _, value in overrides.items(name))}
+        return tuple(value for value in overrides.left(name) if value in offered)
     for pattern, value in overrides.items(name):
         if value != "none":
             place = f"override {spelled(name, pattern, value)}"

@@ -306,4 +306,6 @@ def test_what_is_not_allowed_is_left_out(options: dict[str, Any]) -> None:
     assert restrict(Overrides(), layers(), **options).compressions == ("none",)
     assert restrict(Overrides(), layers(), allow=["quantized"]).compressions == ("none",)
     assert restrict(Overrides(), layers(), allow=["compressed"]).compressions == OFFERED
+    asked = restrict(Overrides(compressed={"head": "topk-10"}), layers(), allow=["compressed"])
+    assert asked.compressions == (*OFFERED, "topk-10")  # of the other blocks of its stage, too
     assert check_allow(["quantized", "quantized"]) == ("quantized",)
