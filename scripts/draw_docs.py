@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from meshwright.costmodel.schedules import SCHEDULES
-from scripts.drawing import pipelines, prices, systems
+from scripts.drawing import one_process, pipelines, placements, prices, queues, systems
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "images"
@@ -34,9 +34,14 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "all-reduce": prices.all_reduce,
     "products": prices.products,
     "states": prices.states,
+    "data-parallel": one_process.exchanges,
+    "placements": placements.runs_of_blocks,
+    "ampnet": queues.in_order_of_arrival,
     "causal": partial(_of_models, "tokens", "causal"),
     "frontier": partial(_of_models, "searches", "frontier"),
     "peaks": partial(_of_models, "searches", "peaks"),
+    "segments": partial(_of_models, "recompute", "segments"),
+    "fragments": partial(_of_models, "allocator", "fragments"),
 }
 
 

@@ -14,7 +14,7 @@ import transformers
 
 from meshwright.cli import parser_of
 from meshwright.costmodel.graph import TensorMeta
-from meshwright.costmodel.kernels.collectives import Group, exchanged_bytes, routes
+from meshwright.costmodel.kernels.collectives import Group, bytes_sent, exchanged_bytes, routes
 from meshwright.costmodel.memory import fixed_bytes, frozen_bytes, model_states, optimizer_named
 from meshwright.costmodel.mesh import Batch, Mesh, Stepping
 from meshwright.costmodel.operators import Pricer, Problem, Setting, matrices_of
@@ -35,6 +35,7 @@ from tests.executor.rehearsal.rehearsal_runs import checked_experts
 from tests.helpers import planning
 from tests.helpers.formulas import formulas, value
 from tests.helpers.plan_building import Knobs, build_plan
+from tests.helpers.replicas import Copies, copies_of_a_step
 from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 from tests.models.models import CASES as MODELS
@@ -378,11 +379,41 @@ def test_bubbles_are_those_of_the_simulation(name: str) -> None:
 # --- what is compared -----------------------------------------------------------------------------
 
 
-def segmented(size: int) -> Measured:
-    """Bytes of a stage of 16 blocks in segments, at the highest point of a backward."""
-    blocks, found = 16, segment_recompute(segment("full", size))
+def segmented(size: int, policy: str, blocks: int = 16) -> Measured:
+    """Bytes of a stage of blocks in segments, at the highest point of a backward."""
+    found = segment_recompute(segment(policy, size))
     held = blocks * SAVED - blocks / size * found.freed_bytes + found.excess[LATER]
     return {"l": blocks, "k": size, "A": INPUT, "K": SAVED}, [float(held)]
+
+
+def one_process(m: int = 3) -> tuple[dict[str, float], list[float], Copies]:
+    """Bytes of a device's broadcasts and reductions by price; of states, the first device's and the
+    others'; what torch's own code copies."""
+    rows, tokens, classes = 2, 5, 12
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, classes))
+        copies = copies_of_a_step(module, torch.empty(rows, tokens, 8), devices=N, microbatches=m)
+    psi = sum(p.numel() for p in module.parameters())
+    symbols = {"Psi": psi, "S": 4.0 * psi, "n": N, "m": m, "b": rows, "s": tokens, "V": classes}
+    (held,) = states(0, weight_bytes=4)[1]
+    rings = m * 2 * bytes_sent("broadcast", 4.0 * psi, N)
+    return symbols, [rings, held * psi / NUMEL, copies.replica], copies
+
+
+def exchanged_in_one_process() -> Measured:
+    symbols, (sent, *_), _ = one_process()
+    return symbols, [sent]
+
+
+def held_in_one_process() -> Measured:
+    symbols, (_, *held), _ = one_process()
+    return symbols, held
+
+
+def checkpoints() -> Measured:
+    """Bytes that recomputed blocks keep of a micro-batch."""
+    blocks, again = 16, segment("full", 1)[0].sums.recompute("full")
+    return {"l": blocks, "A": INPUT}, [blocks * (SAVED - float(again.freed_bytes))]
 
 
 def run_again() -> Measured:
@@ -396,6 +427,7 @@ ZERO_1, ZERO_2, ZERO_3 = (partial(sent, zero=zero) for zero in (1, 2, 3))
 SHARDED = {"volume": partial(sent, zero=3, dp_shard=K), "memory": partial(states, 3, K)}
 COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     "DDP": {"volume": partial(sent, zero=0), "memory": partial(states, 0)},
+    "nn.DataParallel": {"volume": exchanged_in_one_process, "memory": held_in_one_process},
     "Ring all-reduce, Horovod": {"volume": partial(algorithm, 0, 8, 1)},
     "Double binary tree": {"volume": partial(algorithm, 1, 64, 8)},
     "In-network reduction (SHARP)": {"volume": partial(algorithm, 1, 8, 1)},
@@ -437,6 +469,7 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     "ZeRO-R, activations": {
         "volume": partial(layer, "llama tp2 1f1b m2 sequence full", "model.layers.1"),
     },
+    "ZeRO-R, defragmentation": {"memory": checkpoints},
     "Optimizer in the backward (LOMO)": {
         "volume": partial(sent, 1, stepping="in_backward"), "memory": stepped_in_the_backward,
     },
@@ -488,7 +521,8 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
         "memory": partial(held_experts, "dp2xtp2 m2", 2, split=True),
     },
     "Dispatch once a node (DeepEP)": {"volume": once_a_node},
-    "Checkpointing, √n": {"memory": partial(segmented, 4)},
+    "Checkpointing, √n": {"memory": partial(segmented, 4, "none")},
+    "Checkpointing, √n, twice": {"memory": partial(segmented, 4, "full")},
     "Checkpointing, every block": {"memory": run_again},
     "Selective recompute": {"memory": partial(kept, "selective", attention="eager")},
     "FlashAttention": {"memory": fused_attention},
