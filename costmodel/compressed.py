@@ -11,7 +11,8 @@ that it remembers, sends less than the sum D = M + e of both, and remembers what
 
 so that Σ e is what S lacks of Σ D (PowerSGD, arXiv 1905.13727; error feedback, 1901.09847; Deep
 Gradient Compression, 1712.01887, without its changes to the optimizer). Vectors, and matrices that
-would not shrink by it, are summed as they are: r (n + m) ≥ n·m, N k ≥ n·m.
+would not shrink by it, are summed as they are: with gradients of g bytes an element where
+4 r (n + m) ≥ g n·m, 4 N k ≥ g n·m; and of top-k those of 2³¹ elements, whose places are int32.
 
 In fp32 whatever the gradient's dtype. Three products read or write n·m each; beside them the error
 is added and taken away. Top-k selects in several passes, on a CPU in many, one thread for a matrix
@@ -38,6 +39,7 @@ COMPRESSED = (
 # would take the coarsest of each. The settings of the papers' language models
 OFFERED = (NONE, "powersgd-4", "topk-0.1")
 NUMBER = 4  # bytes of fp32, and of a place
+PLACES = 2**31  # that a place tells apart
 # of an element, beside what products read: to add the gradient to the error, and to take the sum
 # away from it
 ERROR_BYTES = 24.0
@@ -62,11 +64,30 @@ class Compression:
         """Elements of a matrix that top-k sends."""
         return max(1, math.floor(self.part * rows * columns))
 
-    def shrinks(self, rows: int, columns: int, ranks: int) -> bool:
-        """Whether less travels of a matrix that so many ranks sum than without."""
+    def shrinks(self, rows: int, columns: int, ranks: int, nbytes: int) -> bool:
+        """Whether less travels of a matrix that so many ranks sum than without, of elements of so
+        many bytes: twice a part of it, as an all-gather has of top-k's values and places once."""
+        numel = rows * columns
         if self.rank:
-            return self.rank * (rows + columns) < rows * columns
-        return ranks * self.kept(rows, columns) < rows * columns
+            return NUMBER * self.rank * (rows + columns) < nbytes * numel
+        return NUMBER * ranks * self.kept(rows, columns) < nbytes * numel < nbytes * PLACES
+
+    def under_way_bytes(self, rows: int, columns: int, ranks: int) -> float:
+        """Bytes of a matrix from the start of its sum to its end, as the next bucket starts:
+        products, an orthonormal base and the factor, or what a rank sends, and receives of all."""
+        if self.rank:
+            return NUMBER * self.rank * (2 * rows + columns)
+        return 2 * NUMBER * (ranks + 1) * self.kept(rows, columns)
+
+    def moment_bytes(self, rows: int, columns: int, nbytes: int) -> tuple[float, float]:
+        """Bytes made for a matrix alone and let go of, as its sum starts and as it ends: absolute
+        values and what is selected of them, with int64 places; a sum that is rounded to `nbytes`,
+        or a product of factors."""
+        whole = float(NUMBER * rows * columns)
+        if self.rank:
+            return 0.0, whole
+        kept = NUMBER * self.kept(rows, columns)
+        return whole + 3 * kept, kept + whole * (nbytes < NUMBER)
 
     def memory_bytes(self, rows: int, columns: int) -> float:
         """Bytes that a rank remembers of a matrix: its error, and PowerSGD's Q."""

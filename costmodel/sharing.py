@@ -71,8 +71,8 @@ class Sharing:
 
     @property
     def extras(self) -> int:
-        """Number of ways in which it is more than a ZeRO stage among all."""
-        return sum(map(bool, self.order[1:]))
+        """Number of ways in which ZeRO's states are shared otherwise than among all."""
+        return sum(map(bool, self.order[1:4]))
 
     @property
     def sent_otherwise(self) -> bool:

@@ -268,8 +268,8 @@ _TABLE = (
         cell=", quantised {}".format, line=_quantized_line,
     ),
     Decision(
-        "compressed", "what stands for gradients in their sum without ZeRO; needs "
-        "--allow compressed",
+        "compressed", "what stands for gradients in their sum without ZeRO, PowerSGD of a rank "
+        "or top-k, the largest percent of elements; needs --allow compressed",
         legal=COMPRESSED, off="none", written="stage", forbidden=True, allowed="numbers",
         shared=lambda sharing, holders: sharing.compressed, column="gradients",
         line=_compressed_line,
@@ -395,6 +395,12 @@ def _of_one_pass() -> Iterator[Contradiction]:
             "memory, not fp16",
             given=other != "precision",
         )  # fmt: skip
+
+
+def not_in_fp16(name: str) -> str:
+    """Why fp16 can't have a decision; empty where it can."""
+    clashes = (one.why for one in CONTRADICTIONS if (one.a, one.b) == (name, "precision"))
+    return next(clashes, "")
 
 
 def _of_compressed() -> Iterator[Contradiction]:

@@ -92,7 +92,7 @@ class ParameterPricer:
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch, of.stepping
-        how = self._compressed(value, placement)
+        how = self.compressed(value, placement)
         known, key = self.known.of(where, Memo), (size, self._parts(value, placement), how)
         return known.of(key, lambda: priced(self._entries(value, placement)))
 
@@ -136,7 +136,7 @@ class ParameterPricer:
         if target.bucket_copies > 0 and holders.size > 1:
             for column in ("reduce_s", "scatter_s", "zero3_scatter_s"):
                 yield streamed(column, "copy", 2 * reduced)
-        if how := self._compressed(value, placement):
+        if how := self.compressed(value, placement):
             yield from self._compressed_sum(*how, holders)
         else:
             yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
@@ -150,7 +150,7 @@ class ParameterPricer:
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         yield from self._stepped(value, placement)
 
-    def _compressed(
+    def compressed(
         self, value: str, placement: Placement
     ) -> tuple[Compression, tuple[int, int]] | None:
         """The compression of a parameter's gradient, and the sides of the matrix that it is on a
@@ -165,21 +165,31 @@ class ParameterPricer:
             rows = max(1, round(rows * part))
         else:
             columns = max(1, round(columns * part))
-        return (how, (rows, columns)) if how.shrinks(rows, columns, ranks) else None
+        shrinks = how.shrinks(rows, columns, ranks, self.setting.gradient_bytes)
+        return (how, (rows, columns)) if shrinks else None
+
+    def compressing_bytes(self, value: str, placement: Placement) -> tuple[float, float, float]:
+        """Bytes of the compressed sum of a parameter's gradient: while it is under way, and for a
+        moment at its start and its end; none of one that is summed as it is."""
+        if (found := self.compressed(value, placement)) is None:
+            return 0.0, 0.0, 0.0
+        (how, sides), ranks = found, self.holders(value, placement)
+        moments = how.moment_bytes(*sides, self.setting.gradient_bytes)
+        return how.under_way_bytes(*sides, ranks), *moments
 
     def _compressed_sum(
         self, how: Compression, sides: tuple[int, int], group: Group
     ) -> Iterator[Entry]:
         """Entries of the sum of a matrix by what stands for it: its share of the collectives of a
-        bucket, and what is computed."""
+        bucket, with a number that says whether there is a gradient, and what is computed."""
         setting, on, (rows, columns) = self.setting, self.setting.cluster.device, sides
         numel, rank = float(rows * columns), how.rank
         reduced = numel * setting.gradient_bytes
         calls = reduced / self._unit_bytes("", reduced, "bucket", group.size, False)
         if rank:
-            sent = [("all_reduce", NUMBER * rank * side) for side in sides]
+            sent = [("all_reduce", NUMBER * rank * side) for side in (rows + 1 / rank, columns)]
         else:
-            sent = [("all_gather", 2 * NUMBER * how.kept(rows, columns) * group.size)]
+            sent = [("all_gather", NUMBER * (2 * how.kept(rows, columns) + 1) * group.size)]
         for kind, nbytes in sent:
             yield setting.collective("reduce_s", kind, nbytes / calls, group, calls=calls)
         read = NUMBER * (numel + rank * (rows + columns))
@@ -330,7 +340,7 @@ class ParameterPricer:
         optimizer, shards = self.setting.optimizer, self.shard_count(value, placement)
         sides = self.matrices.get(value)
         remembered = 0.0
-        if how := self._compressed(value, placement):  # and nothing is divided
+        if how := self.compressed(value, placement):  # and nothing is divided
             remembered = how[0].memory_bytes(*how[1])
         if sides is None:
             nbytes = optimizer.moments * numel

@@ -80,7 +80,7 @@ from meshwright.profiles.inputs import ArgumentError, shown
 log = logging.getLogger(__name__)
 
 REMEMBERED = "meshwright.compressed"  # beside the user's objects
-_LAYOUT = ("blocks", "ranks", "mesh", "zero", "compressed", "shardings")
+_LAYOUT = ("blocks", "ranks", "mesh", "zero", "compressed", "shardings", "precision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +120,14 @@ def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
             place="extra",
             legal="a dict of objects with state_dict() and load_state_dict(), or None",
             way_out='extra={"scheduler": scheduler}',
+        )
+    if REMEMBERED in extra:
+        raise ArgumentError(
+            f" has the name {REMEMBERED!r}, which a checkpoint has for errors of compressed "
+            "gradients",
+            place="extra",
+            legal="any other name",
+            way_out="give the object another one",
         )
     for name, x in extra.items():
         if not hasattr(x, verb):
@@ -208,21 +216,34 @@ def _remembered(runtime: Runtime) -> dict[str, Any]:
 
 def _remembers(runtime: Runtime, notes: Mapping[str, Any], place: str) -> bool:
     """Whether what compressed sums remember goes on from a checkpoint: its ranks' own parts of the
-    same parameters. Else they begin anew, which is logged."""
-    if not _remembered(runtime):
+    same parameters. What is dropped is logged."""
+    if REMEMBERED not in notes[EXTRA]:
         return False
-    running = json.loads(runtime.plan.to_json())
-    alike = REMEMBERED in notes[EXTRA] and _layouts(notes.get("plan")) == _layouts(running)
-    if not alike and not runtime.place.rank:
-        log.warning(
-            "%s was saved under other stages: errors of compressed gradients begin at zero", place
+    saved, running = _layouts(notes.get("plan")), _layouts(json.loads(runtime.plan.to_json()))
+    if saved != running and not runtime.place.rank:
+        unlike = sorted(
+            {
+                key
+                for a, b in zip(saved, running, strict=False)
+                for key in _LAYOUT
+                if a[key] != b[key]
+            }
         )
-    return alike
+        differs = ", ".join(unlike) if len(saved) == len(running) else "another number of them"
+        log.warning(
+            "%s: errors of compressed gradients that it has are dropped, and begin at zero, as its "
+            "stages differ from this plan's (%s)",
+            place,
+            differs,
+        )
+    return saved == running
 
 
 def _layouts(plan: Any) -> list[dict[str, Any]]:
     """Layouts of the stages of a plan as JSON, on which the parts of ranks depend."""
-    stages = plan.get("stages", []) if isinstance(plan, dict) else []
+    if not isinstance(plan, dict):
+        return []
+    stages = [{**plan, **stage} for stage in plan.get("stages", [])]
     return [{key: stage.get(key) for key in _LAYOUT} for stage in stages]
 
 
@@ -311,7 +332,6 @@ def load(
                 targets.optimizer,
                 merged,
             )
-        runtime.memories.clear()
         for name, x in given.items():
             x.load_state_dict(targets.extra[name])
 
@@ -334,9 +354,10 @@ def _opened(
     notes = read_notes(read_checkpoint(folder, place), runtime, place)
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
-    if missing := sorted(set(extra) - set(notes["extra"])):
+    there = set(notes[EXTRA]) - {REMEMBERED}
+    if missing := sorted(set(extra) - there):
         raise SavedError(
-            f"holds no state of {missing}; saved as extra: {sorted(notes['extra'])}",
+            f"holds no state of {missing}; saved as extra: {sorted(there)}",
             place=place,
             way_out="give extra= those, or leave it out",
         )

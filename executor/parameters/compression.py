@@ -3,10 +3,14 @@
 A rank's memory of one parameter is its error, of the gradient's elements, and under PowerSGD the
 factor Q of the last step, equal on all ranks, as is what they sum to, bit by bit. Gradients of one
 bucket travel together. A first Q is drawn by the parameter's name. A Q whose column a step left
-without any length (a gradient of zeros) keeps that column of the step before.
+without any length keeps that column of the step before.
 
-A step that is dropped, since some gradient of it is not finite, empties the memories: what they
-had of it can't be told from the rest.
+A matrix whose gradient is zero on all ranks, as that of one that no backward reached, sends
+nothing: ranks say beside what they send whether theirs is another one. Else a part of the errors
+would be taken, and thrown away with the gradient.
+
+A step that is dropped, since some gradient of it is not finite or its batch was refused, empties
+the memories: what they had of it can't be told from the rest.
 """
 
 from __future__ import annotations
@@ -84,9 +88,9 @@ def first_factor(fqn: str, rank: int, columns: int) -> torch.Tensor:
 def compression_of(p: StageParameter, axis: Axis) -> Compression | None:
     """The compression by which a parameter's gradient is summed over an axis; None as it is."""
     how, sides = p.sharing.compression, as_matrix(p.leaf.shape)
-    if not (how and sides and p.sum_data and how.shrinks(*sides, axis.size)):
+    if how is None or sides is None or not p.sum_data:
         return None
-    return how
+    return how if how.shrinks(*sides, axis.size, p.stored.dtype.itemsize) else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -99,56 +103,68 @@ class CompressedSum:
 
     def run(self, x: torch.Tensor, axis: Axis) -> Iterator[None]:
         """Sum a buffer (1, columns) in place; yields while a collective is under way."""
-        flat, start = x.view(-1), 0
-        for memory in self.memories:
-            stop = start + memory.error.numel()
-            memory.error.view(-1).add_(flat[start:stop])
-            start = stop
-        yield from (self._factors if self.how.rank else self._largest)(flat, axis)
+        flat = x.view(-1)
+        parts = flat.split([memory.error.numel() for memory in self.memories])
+        there = torch.stack([torch.linalg.vector_norm(part) != 0 for part in parts])
+        for memory, part in zip(self.memories, parts, strict=True):
+            memory.error.view(-1).add_(part)
+        yield from (self._factors if self.how.rank else self._largest)(parts, there, axis)
 
-    def _factors(self, flat: torch.Tensor, axis: Axis) -> Iterator[None]:
+    def _factors(
+        self, parts: Sequence[torch.Tensor], there: torch.Tensor, axis: Axis
+    ) -> Iterator[None]:
         """PowerSGD. Factors are transposed, as products with few rows are the fastest that a CPU's
         library has of these."""
         memories = self.memories
-        sums = _packed([_factor(m) @ m.error.T for m in memories])
+        sums = _packed([*(_factor(m) @ m.error.T for m in memories), there.float()])
         work = dist.all_reduce(sums[0], group=axis.group, async_op=True)
         yield
         work.wait()
-        bases = [torch.linalg.qr(p.T).Q for p in sums[1]]
+        *products, anywhere = sums[1]
+        bases = [torch.linalg.qr(p.T).Q for p in products]
         factors = _packed([p.T @ m.error for m, p in zip(memories, bases, strict=True)])
         work = dist.all_reduce(factors[0], group=axis.group, async_op=True)
         yield
         work.wait()
-        start = 0
-        for memory, p, q in zip(memories, bases, factors[1], strict=True):
-            stop = start + memory.error.numel()
-            into = flat[start:stop].view(memory.error.shape)
+        for k, (memory, p, q) in enumerate(zip(memories, bases, factors[1], strict=True)):
+            q.mul_(anywhere[k] > 0)
+            into = parts[k].view(memory.error.shape)
             into.copy_(p @ q)  # rounded to what the optimizer reads, which the error knows
             memory.error.sub_(into, alpha=1 / axis.size)
             warm = _factor(memory)
             warm.copy_(torch.where(q.square().sum(1, keepdim=True) > 0, q, warm))
-            start = stop
 
-    def _largest(self, flat: torch.Tensor, axis: Axis) -> Iterator[None]:
+    def _largest(
+        self, parts: Sequence[torch.Tensor], there: torch.Tensor, axis: Axis
+    ) -> Iterator[None]:
         """Top-k: each rank's elements are added in the order of the ranks, so that all have the
-        same sums."""
-        values, places, start = [], [], 0
-        for memory in self.memories:
+        same sums. An element that is sent is no error, but for what a rounded sum lacks of it."""
+        counts = [self.how.kept(*memory.error.shape) for memory in self.memories]
+        values, places = [], []
+        for memory, k in zip(self.memories, counts, strict=True):
             error = memory.error.view(-1)
-            k = self.how.kept(*memory.error.shape)
             at = torch.topk(error.abs(), k, sorted=False).indices
-            values.append(error[at])
-            places.append((at + start).to(torch.int32))
-            error[at] = 0.0
-            start += error.numel()
-        sent = torch.cat([torch.cat(values).view(torch.int32), *places])
-        received, work = all_gather_flat(sent, axis)
+            values.append(error[at].view(torch.int32))
+            places.append(at.to(torch.int32))
+        told = torch.cat([*values, *places, there.int()])
+        del values, places, at
+        received, work = all_gather_flat(told, axis)
         yield
         work.wait()
-        total = torch.zeros_like(flat, dtype=torch.float32)
-        for of_rank in received.view(axis.size, 2, -1):
-            total[of_rank[1].long()] += of_rank[0].view(torch.float32)
-        flat.copy_(total)
+        columns = received.split([*counts, *counts, len(counts)], 1)
+        anywhere = columns[-1].sum(0) > 0
+        for k, (memory, part) in enumerate(zip(self.memories, parts, strict=True)):
+            error, at = memory.error.view(-1), columns[len(counts) + k]
+            sent = columns[k].view(torch.float32)
+            exact = part.dtype == error.dtype
+            total = part.zero_() if exact else torch.zeros_like(error)
+            for rank in range(axis.size):
+                total.index_add_(0, at[rank], sent[rank] * anywhere[k])
+            error.index_add_(0, at[axis.rank], sent[axis.rank] * anywhere[k], alpha=-1)
+            if not exact:
+                part.copy_(total)
+                error.add_(total.sub_(part), alpha=1 / axis.size)
+            del total
 
 
 def _factor(memory: Memory) -> torch.Tensor:

@@ -388,8 +388,8 @@ def _bucket(
         columns = p.leaf.numel() // rows
         views.append(_BucketView(parameter=p, start=offset, stop=offset + columns))
         offset += columns
-    compressed, (kind, axis) = None, collectives[-1]
-    if kind == "compressed" and (how := compression_of(parameters[0], axis)):
+    compressed, how = None, parameters[0].sharing.compression
+    if how is not None and collectives[-1][0] == "compressed":
         memories = [Memory.of(p.fqn, p.leaf.shape, how, place.device) for p in parameters]
         compressed = CompressedSum(how=how, memories=memories)
     return Bucket(

@@ -155,6 +155,11 @@ class Runtime(RankState):
         return self.guard.scale
 
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
+    def all_loaded(self) -> None:
+        """As `RankState.all_loaded`; what compressed sums remember is of other weights."""
+        super().all_loaded()
+        self.memories.clear()
+
     def train_step(
         self,
         batch: Any,
@@ -430,7 +435,11 @@ class Runtime(RankState):
         """Add the gradients that there are to `.grad`, if all of them are finite."""
         told = [*self.batch_check.riding, *step.arrived(self.flow)]
         admitted = self.guard.admit(self.stage_parameters, told)
-        self.batch_check.conclude(told[: ranks.RIDING], self.place.device)
+        try:
+            self.batch_check.conclude(told[: ranks.RIDING], self.place.device)
+        except BatchError:  # of all ranks
+            self.memories.clear()
+            raise
         if not admitted:
             self.memories.clear()
         else:

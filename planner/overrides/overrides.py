@@ -41,12 +41,6 @@ def contradiction(said: str, other: str, legal: object) -> OverrideError:
     )
 
 
-_NOT_IN_FP16 = {
-    "quantized": "fp16's scaled loss would lose what rounding hides",
-    "compressed": "errors would be scaled with the loss of another step",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
     """Decisions taken by the user; whatever is None stays free.
@@ -353,13 +347,11 @@ def left_with_consent(
         why = "numbers change with it, and it is not allowed"
         way_out = f'give allow=["{name}"] (--allow {name}), or drop the override'
     elif precision == "fp16":
-        why = _NOT_IN_FP16[name]
+        why = f"not with fp16: {decisions.not_in_fp16(name)}"
         way_out = "train in bf16, or drop the override"
     else:
-        if name != "compressed":
-            return overrides.left(name)
-        offered = {*OFFERED, *(value for _, value in overrides.items(name))}
-        return tuple(value for value in overrides.left(name) if value in offered)
+        left = overrides.left(name)
+        return left if name != "compressed" else tuple(x for x in left if x in OFFERED)
     for pattern, value in overrides.items(name):
         if value != "none":
             place = f"override {spelled(name, pattern, value)}"

@@ -100,9 +100,19 @@ class Restrictions:
             "zero": self.zeros, "recompute": self.policies, "quantized": self.quantizations,
             "compressed": self.compressions,
         }  # fmt: skip
-        free = value in choices.get(name, (value,))
-        other = [not free if v is None else v != value for v in getattr(self, name)]
-        before = np.concatenate([[0], np.cumsum(other, dtype=np.int64)])
+        given = getattr(self, name)
+        agreed = self._without([v not in (None, value) for v in given])
+        if value in choices.get(name, (value,)):
+            return agreed
+        if name == "compressed":  # free blocks have it beside one of their stage that asks for it
+            asked: np.ndarray = agreed & ~self._without([v == value for v in given])
+            return asked
+        return self._without([v != value for v in given])
+
+    @staticmethod
+    def _without(some: Sequence[bool]) -> np.ndarray:
+        """[i, j]: whether there are blocks i..j-1, and none of them is one of `some`."""
+        before = np.concatenate([[0], np.cumsum(some, dtype=np.int64)])
         return np.triu(before[:, None] == before[None, :], 1)
 
     def uniform(self, name: str) -> Any:

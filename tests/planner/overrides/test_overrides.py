@@ -225,6 +225,7 @@ def test_a_degree_that_a_sharding_excludes_is_left_out() -> None:
 ALL = "embed, layers.0-2, head"
 SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 ALONE = "there is one data-parallel rank, so that nothing can be divided"
+SUMMED = "there is one data-parallel rank, so that nothing can be summed"
 
 
 def said(knobs: Knobs, **stage: Any) -> list[str]:
@@ -248,7 +249,7 @@ def said(knobs: Knobs, **stage: Any) -> list[str]:
         ({"quantized": "both"}, {"dp": 1},
          f"override quantized='both' has no effect on {ALL}: {ALONE}"),
         ({"compressed": "powersgd-4"}, {"dp": 1},
-         f"override compressed='powersgd-4' has no effect on {ALL}: {ALONE}"),
+         f"override compressed='powersgd-4' has no effect on {ALL}: {SUMMED}"),
         ({"compressed": "powersgd-4"}, {"compressed": "powersgd-4"}, None),
         ({"dp_shard": 3}, {},
          f"override dp_shard=3 has no effect on {ALL}: the plan uses no ZeRO"),

@@ -19,7 +19,7 @@ from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.decisions import ALLOWABLE, BY_BLOCK, MESH
-from meshwright.planner.overrides import OverrideError, check_allow
+from meshwright.planner.overrides import OverrideError, allowed_without_effect, check_allow
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
 from tests.helpers.refusals import refusals, refused
@@ -85,6 +85,16 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "restrict in fp16": in_fp16,
     "stage_cuts": lambda stages: stage_cuts(Overrides(stages=stages), model()),
 }
+
+
+def test_what_is_allowed_and_fp16_cannot_have_is_told() -> None:
+    told = allowed_without_effect(["compressed", "quantized"], "fp16")
+    assert [line.split(" in fp16: ")[0] for line in told] == [
+        f"allow={name!r} has no effect" for name in ("compressed", "quantized")
+    ]
+    assert not allowed_without_effect(["compressed", "quantized"], "bf16")
+
+
 NO_NAMES = (
     "legal: a list of quantized, compressed, post_validation, optimizer_in_backward, "
     "e.g. allow=['quantized']"
@@ -241,8 +251,10 @@ def test_a_stage_may_have_a_value_that_all_its_blocks_may(case: Case) -> None:
     for value in VALUES[name]:
         mask = limits.stage_mask(name, value)
         assert mask.dtype == bool
+        beside = name == "compressed"  # free blocks may have what one of their stage asks for
         expected = [
-            [i < j and all(v == value or (v is None and value in others) for v in asked[i:j])
+            [i < j and all(v == value or v is None for v in asked[i:j])
+             and (value in others or None not in asked[i:j] or (beside and value in asked[i:j]))
              for j in range(len(asked) + 1)]
             for i in range(len(asked) + 1)
         ]  # fmt: skip
@@ -307,5 +319,7 @@ def test_what_is_not_allowed_is_left_out(options: dict[str, Any]) -> None:
     assert restrict(Overrides(), layers(), allow=["quantized"]).compressions == ("none",)
     assert restrict(Overrides(), layers(), allow=["compressed"]).compressions == OFFERED
     asked = restrict(Overrides(compressed={"head": "topk-10"}), layers(), allow=["compressed"])
-    assert asked.compressions == (*OFFERED, "topk-10")  # of the other blocks of its stage, too
+    assert asked.compressions == OFFERED
+    mask = asked.stage_mask("compressed", "topk-10")
+    assert (mask[:, -1][:-1].all(), mask[:, :-1].any()) == (True, False)  # stages with the head
     assert check_allow(["quantized", "quantized"]) == ("quantized",)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.compressed import OFFERED
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft
@@ -311,6 +312,10 @@ def test_gradients_are_compressed_where_that_is_allowed_and_links_are_slow() -> 
     assert chosen(slow, allow=("compressed",), compressed="powersgd-1") == "powersgd-1"
     fast = cluster(4, flops=1e9, memory_bandwidth=1e9, bandwidth=1e13)
     assert chosen(fast, allow=("compressed",)) == "none"
+    # what one block asks for is its stage's, and offered to no other
+    one = {"dp": 2, "pp": 2, "recompute": "none", "compressed": {"head": "powersgd-1"}}
+    first, last = search(slow, **one, allow=("compressed",)).best.plan.stages
+    assert (first.compressed in OFFERED, last.compressed) == (True, "powersgd-1")
 
 
 def test_candidates_differ_and_the_best_comes_first() -> None:

@@ -55,6 +55,11 @@ def test_complexity_by_hand() -> None:
     compressed = dataclasses.replace(PLAIN, sharing=Sharing(compressed="powersgd-4"))
     assert compressed.complexity == 1.0  # numbers change for more than a tie alone
     assert why_simpler(PLAIN, compressed) == "sums gradients as they are"
+    for k in (0, 1):  # of whichever stage
+        found = looks_of(
+            with_stage(plan_for(graph, stages=2, dp=2, tp=1), k, compressed="topk-1"), 0, 1
+        )
+        assert found.complexity == 1.0
 
 
 @pytest.mark.parametrize(
