@@ -156,7 +156,7 @@ class Runtime(RankState):
 
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def all_loaded(self) -> None:
-        """As `RankState.all_loaded`; what compressed sums remember is of other weights."""
+        """Take note that all tensors are new; what compressed sums remember is of others."""
         super().all_loaded()
         self.memories.clear()
 

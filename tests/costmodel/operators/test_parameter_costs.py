@@ -136,7 +136,7 @@ def test_compressed_sums_send_what_stands_for_matrices(name: str) -> None:
 
 
 def test_a_rank_compresses_its_own_part_of_a_matrix() -> None:
-    """Split along rows or columns over two ranks."""
+    """Split along rows or columns over two ranks; with a number beside both sums."""
     found = pricer(cluster(8, flops=ENDLESS, bandwidth=1.0), dp=4, tp=2, compressed="powersgd-1")
     for value in net().graph.parameters:
         if len(shape := net().graph.values[value].shape) < 2:
@@ -144,7 +144,7 @@ def test_a_rank_compresses_its_own_part_of_a_matrix() -> None:
         for dim in (0, 1):
             rows, columns = (size / (1 + (d == dim)) for d, size in enumerate(shape))
             _, cost = found.parameters.priced(value, Placement("S", dim))
-            assert cost.reduce_s == pytest.approx(2 * 3 / 4 * 4 * (rows + columns))
+            assert cost.reduce_s == pytest.approx(2 * 3 / 4 * 4 * (rows + columns + 1))
 
 
 def test_shards_of_one_node_and_among_all_ranks() -> None:
