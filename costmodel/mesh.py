@@ -60,10 +60,13 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """`rows` of the batch on a device in each of so many `microbatches`."""
+    """`rows` of the batch on a device in each of so many `microbatches`; or in each of so many
+    parts of them, where `slices` by tokens are one: the work of a slice is on average that of as
+    many tokens in rows of their own."""
 
     rows: float
     microbatches: int = 1
+    slices: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

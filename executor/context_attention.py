@@ -18,6 +18,9 @@ Causal attention in zigzag, rank r having the chunks r and 2n-1-r of its tokens,
 blocks: its own, causal as they lie; of an earlier rank j < r all queries with K_j's first chunk; of
 a later one the queries of the second chunk with all of K_j. In the plain order earlier ranks'
 keys are read whole, later ones' not at all.
+
+The slices of a micro-batch that goes through a pipeline in parts are such blocks in time: a slice's
+queries read the keys and values of the slices before it, which the same rank has kept.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.costmodel.mesh import RING, ContextKind
-from meshwright.executor.resharding import Axis, all_gather_flat, reduce_scatter_flat, zigzag_chunks
+from meshwright.executor.devices import kind_of
+from meshwright.executor.resharding import (
+    Axis,
+    SliceAxis,
+    all_gather_flat,
+    reduce_scatter_flat,
+    zigzag_chunks,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -375,7 +385,7 @@ def _of_groups(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _has_kernel(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
     if mask is not None or q.dtype == torch.float64 or q.shape[-1] != v.shape[-1]:
         return False
-    on_gpu = q.device.type == "cuda" and q.dtype in HALF and q.shape[-1] % 8 == 0
+    on_gpu = kind_of(q.device) == "cuda" and q.dtype in HALF and q.shape[-1] % 8 == 0
     return on_gpu or q.device.type == "cpu"
 
 
@@ -412,6 +422,122 @@ def _kernel_backward(
         *(x.contiguous() for x in operands), *lengths, 0.0, causal, nothing, nothing, scale=scale
     )
     return grads
+
+
+# --- keys and values of earlier slices ------------------------------------------------------------
+
+# Of slice i with the tokens a to b, causal attention is that of its own block, joined with the
+# block of all keys before a. Its backward gives gradients of those, which are summed until the
+# backward of their own slice takes them: backwards go from the last slice to the first, so that by
+# then all who have read a slice's keys have added theirs. No graph of autograd leads from slice to
+# slice.
+
+
+class KeptTokens:
+    """Keys and values of a micro-batch that one attention has seen so far, [batch, heads, tokens,
+    features], in memory for all its tokens from its first slice on, and the sums of their gradients
+    by later slices, in single precision at least, from its first backward on."""
+
+    def __init__(self) -> None:
+        self.held: Tensors = ()
+        self.sums: Tensors = ()
+        self.end = 0  # of the tokens that are there
+
+    def take(self, part: Tensors, axis: SliceAxis) -> None:
+        """Keep those of a slice."""
+        first, end = axis.bounds[axis.rank : axis.rank + 2]
+        if end <= self.end:  # run again
+            return
+        if not self.held:
+            shapes = ((*x.shape[:2], axis.bounds[-1], x.shape[3]) for x in part)
+            self.held = tuple(x.new_empty(shape) for x, shape in zip(part, shapes, strict=True))
+        for of_all, x in zip(self.held, part, strict=True):
+            of_all[:, :, first:end] = x
+        self.end = end
+
+    def add(self, grads: Tensors) -> None:
+        """Add gradients of the first tokens."""
+        if not self.sums:  # the last slice comes first, and has read most
+            self.sums = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in grads)
+            return
+        for total, x in zip(self.sums, grads, strict=True):
+            total[:, :, : x.shape[2]] += x
+
+    def taken(self, grads: Tensors, first: int, end: int) -> Tensors:
+        """Gradients of a slice's keys and values: its own with those of later slices."""
+        if not self.sums or first >= self.sums[0].shape[2]:
+            return grads
+        return tuple(
+            (x + total[:, :, first:end]).to(x.dtype)
+            for x, total in zip(grads, self.sums, strict=True)
+        )
+
+
+# attention's number in its block -> what it keeps; per block and micro-batch
+Kept = dict[int, KeptTokens]
+
+
+class SlicedAttention(nn.Module):
+    """Causal attention [batch, heads, tokens, features] of a slice's tokens. `number` tells it
+    apart within its block."""
+
+    def __init__(self, axis: SliceAxis, number: int) -> None:
+        super().__init__()
+        self.axis, self.number = axis, number
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, kept: Kept
+    ) -> torch.Tensor:
+        tokens = kept.setdefault(self.number, KeptTokens())
+        out: torch.Tensor = _SlicedAttention.apply(q, k, v, tokens, self.axis, scale)  # type: ignore[no-untyped-call]
+        return out
+
+    def extra_repr(self) -> str:
+        return f"slice {self.axis.rank} of {self.axis.size}"
+
+
+class _SlicedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kept: KeptTokens,
+        axis: SliceAxis,
+        scale: float | None,
+    ) -> torch.Tensor:
+        kept.take((k, v), axis)
+        first, end = axis.bounds[axis.rank : axis.rank + 2]
+        total = attend(q, k, v, None, causal=True, scale=scale)
+        if first:
+            keys, values = (x[:, :, :first] for x in kept.held)
+            before = attend(q, keys, values, None, causal=False, scale=scale)
+            total = total.joined(before, slice(0, end - first))
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, out, total.log_sum)
+        ctx.kept, ctx.bounds, ctx.scale = kept, (first, end), scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, out, log_sum = ctx.saved_tensors
+        (gradient,), (first, end), total = gradients, ctx.bounds, Part(out, log_sum)
+        kept: KeptTokens = ctx.kept
+
+        def back(tokens: slice, *, causal: bool) -> Tensors:
+            keys, values = (x[:, :, tokens] for x in kept.held)
+            return attend_backward(
+                gradient, q, keys, values, None, total, causal=causal, scale=ctx.scale
+            )
+
+        grad_q, *others = back(slice(first, end), causal=True)
+        of_slice = kept.taken(tuple(others), first, end)
+        if first:
+            more, *earlier = back(slice(0, first), causal=False)
+            grad_q = grad_q + more
+            kept.add(tuple(earlier))
+        return grad_q.to(q.dtype), *(x.to(q.dtype) for x in of_slice), None, None, None
 
 
 # --- keys and values of earlier tokens ------------------------------------------------------------

@@ -201,17 +201,19 @@ def stage_channels(
     place: Place,
     outer_of: Callable[[int], Sequence[DataLayout]],
     split: Mapping[str, Placement],
+    shape_of: Callable[[str], tuple[int, ...]],
 ) -> Channels:
     """The channels of stage k to stages of other ranks; `edges` gives the values that travel,
     `outer_of` the layouts of a stage on its outer axes, `split` the states on the tensor axis of
-    values that are sent in parts. Every value of every edge has its own tag."""
+    values that are sent in parts, `shape_of` how large each is. Every value of every edge has its
+    own tag."""
     channels: dict[tuple[Action, int], dict[str, Channel]] = {}
     crossings = [(edge, name) for edge, names in edges.items() for name in names]
     for tag, (edge, name) in enumerate(crossings, start=1):
         source, target = (place.meshes[j] for j in edge)
         if k not in edge or source.ranks == target.ranks:
             continue
-        meta = graph.values[name]
+        meta, shape = graph.values[name], shape_of(name)
         ends = [
             (mesh, tuple(boundary_placement(graph, layout, name) for layout in outer_of(j)))
             for j, mesh in zip(edge, (source, target), strict=True)
@@ -219,7 +221,7 @@ def stage_channels(
         mesh, placements = ends[edge.index(k)]
         d, t = mesh.coordinate(place.rank)
         state = split.get(name, R)
-        mine = held(on_tensor_rank(meta.shape, state, mesh.tp, t), placements, mesh, d)
+        mine = held(on_tensor_rank(shape, state, mesh.tp, t), placements, mesh, d)
         sends = k == edge[0]
         peer = edge[1] if sends else edge[0]
         forward = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION
@@ -229,7 +231,7 @@ def stage_channels(
         if meta.requires_grad:
             directions.append((backward, BACKWARD, ends[::-1]))
         for action, direction, (start, end) in directions:
-            moved = slices(tuple(meta.shape), *start, *end, state)
+            moved = slices(shape, *start, *end, state)
             group = place.edge_groups[edge, direction]
             channel = Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
             channels.setdefault((action, peer), {})[name] = channel

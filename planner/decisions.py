@@ -33,11 +33,12 @@ class Decision:
     its flag, of which `what` is the help.
 
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
-    number from 0 to 1, of some no more (`within`) than of another, why, or else whole numbers
-    from 1. `off` does without it. A plan file has it, where it is `written`, in a stage, its mesh
-    or the plan itself, `always` or unless it is off; what is `beside` another, with that one,
-    without which it is nothing. It `acts` on the whole plan, a stage or a block; all but the first
-    may be given by block. `of_devices`: it counts some of the cluster's devices.
+    number from 0 to 1, of some no more (`within`) than of another, why, `sizes` (a list of whole
+    numbers from 1, in an override perhaps how many there are), or else whole numbers from 1. `off`
+    does without it. A plan file has it, where it is `written`, in a stage, its mesh or the plan
+    itself, `always` or unless it is off; what is `beside` another, with that one, without which it
+    is nothing. It `acts` on the whole plan, a stage or a block; all but the first may be given by
+    block. `of_devices`: it counts some of the cluster's devices.
 
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
@@ -58,6 +59,7 @@ class Decision:
     legal: Collection[Any] = ()
     parts: tuple[str, ...] = ()
     within: tuple[tuple[str, str, str], ...] = ()
+    sizes: bool = False
     off: Any = 1
     acts: Literal["plan", "stage", "block"] = "stage"
     written: Literal["", "mesh", "stage", "plan"] = ""
@@ -87,6 +89,8 @@ class Decision:
 
     def uses(self, value: Any) -> bool:
         """Whether a value is another one than `off`, or None."""
+        if self.sizes and value is not None:
+            return slices_in(value) > 1
         return any(value.values()) if self.parts and value else value not in (None, self.off)
 
     def accepts(self, value: Any) -> bool:
@@ -95,6 +99,8 @@ class Decision:
             return self.is_flag and isinstance(value, bool)
         if self.parts:
             return isinstance(value, Mapping) and all(map(is_number, value.values()))
+        if self.sizes and isinstance(value, (list, tuple)):
+            return all(type(size) is int and 1 <= size <= MAX_ROWS for size in value)
         if self.legal:
             return type(value) in map(type, self.legal) and value in self.legal
         return isinstance(value, int) and 1 <= value <= MAX_ROWS
@@ -135,6 +141,8 @@ class Decision:
             return f"an object of parts from 0 to 1, of {', '.join(self.parts)}"
         if self.is_flag:
             return "true, false"
+        if self.sizes:
+            return f"how many, or a list of sizes, each an integer from 1 to {MAX_ROWS}"
         comma = " or " if any("," in str(value) for value in self.legal) else ", "
         return comma.join(map(str, self.legal)) or f"an integer from 1 to {MAX_ROWS}"
 
@@ -194,6 +202,15 @@ def _recompute_line(policies: Sequence[str]) -> str:
     return text + " of some blocks" * ("none" in policies and bool(used))
 
 
+def _slices_line(sizes: Sequence[Sequence[int]]) -> str:
+    """Words as `in 4 slices of 440 to 704 tokens`."""
+    return "".join(f"in {len(s)} slices of {_span(min(s), max(s))} tokens" for s in sizes if s)
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least:,} to {most:,}" if least < most else f"{most:,}"
+
+
 def _segments_line(sizes: Sequence[int]) -> str:
     several = sorted({size for size in sizes if size > 1})
     return f"segments of {'/'.join(map(str, several))} blocks" if several else ""
@@ -233,6 +250,11 @@ _TABLE = (
     Decision("virtual_stages", "stages per device group", acts="plan", forbidden=True),
     Decision("microbatch_size", "rows per data-parallel rank and micro-batch", acts="plan"),
     Decision("num_microbatches", "micro-batches per step", acts="plan"),
+    Decision(
+        "slices", "token slices in which a micro-batch goes through the pipeline: how many, or the "
+        "tokens of each", sizes=True, off=(), acts="plan", written="plan", forbidden=True,
+        of_train_step=True, line=_slices_line,
+    ),
     Decision(
         "schedule", "pipeline schedule", legal=SCHEDULES.keys(), off=None, acts="plan",
         named=lambda: ((name, name) for name in SCHEDULES),
@@ -324,7 +346,8 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
 
 def _forbidden(d: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
     if d.forbidden:
-        yield d.name, (d.name, (d.off,) if d.accepts(d.off) else ())
+        off = 1 if d.sizes else d.off
+        yield d.name, (d.name, (off,) if d.accepts(off) else ())
     for name, value in d.named():
         yield name, (d.name, tuple(other for other in d.legal if other != value))
 
@@ -377,6 +400,7 @@ def _of_one_pass() -> Iterator[Contradiction]:
     meet, whole = "gradients of tied weights meet after it", "it is stepped when all of it is there"
     ruled_out: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         ("num_microbatches", lambda m: m > 1, "the gradients of all are added up before a step"),
+        ("slices", lambda x: slices_in(x) > 1, "the gradients of all are added up before a step"),
         ("pp", lambda pp: pp > 1, meet),
         ("virtual_stages", lambda v: v > 1, meet),
         ("schedule", _several_parts, "its second part reads weights that are stepped by then"),
@@ -460,6 +484,11 @@ def _if_stepped(clash: Callable[[Any], Any], stepped: Any, value: Any) -> Any:
     return stepped and clash(value)
 
 
+def slices_in(value: int | Sequence[int]) -> int:
+    """Slices of a micro-batch: so many, or of so many sizes; 1 where it is whole."""
+    return value if isinstance(value, int) else max(1, len(value))
+
+
 def _away(parts: Any) -> bool:
     return any(parts.values())
 
@@ -484,6 +513,24 @@ CONTRADICTIONS = (
     ),
     *_of_one_pass(),
     *_of_compressed(),
+    Contradiction(
+        "slices", "zero", lambda slices, zero: slices_in(slices) > 1 and zero == 3,
+        "weights would be gathered anew for each slice", "zero 0 to 2",
+    ),
+    Contradiction(
+        "slices", "cp", lambda slices, cp: slices_in(slices) > 1 and cp > 1,
+        "the context axis splits tokens in an order of its own", "cp=1, or no slices",
+    ),
+    Contradiction(
+        "slices", "segments", lambda slices, blocks: slices_in(slices) > 1 and blocks > 1,
+        "what each block keeps for later slices would be held all the same", "segments=1",
+    ),
+    Contradiction(
+        "slices", "schedule",
+        lambda slices, name: slices_in(slices) > 1 and not SCHEDULES[name].sliced,
+        "it leaves no room for backwards from the last slice to the first",
+        ", ".join(name for name, s in SCHEDULES.items() if s.sliced),
+    ),
     _of_copies("pp", lambda pp: pp % 2, "an even pp"),
     _of_copies("num_microbatches", lambda m: m % 2, "an even num_microbatches"),
     _of_copies("zero", lambda zero: zero == 3, "zero 0 to 2"),

@@ -340,21 +340,27 @@ GENERAL, EVEN = (4.0, 5.0, 3.0), (4.0, 4.0, 3.0)  # F, I, W; those for which the
 
 
 def pipelined(
-    name: str, column: str, own: tuple[float, float, float] = GENERAL, *, m: int = 16, p: int = 4
+    name: str,
+    column: str,
+    own: tuple[float, float, float] = GENERAL,
+    *,
+    m: int = 16,
+    p: int = 4,
+    slices: int = 1,
 ) -> Measured:
     each = SCHEDULES[name].stages_per_device or 3
-    of, (f, i, w) = Pipeline(name, p * each, m, p), own
+    of, (f, i, w) = Pipeline(name, p * each, m * slices, p, slices), [s / slices for s in own]
     copies = of.record.pipelines(of.num_stages)
     edges = dict.fromkeys((edge for copy in copies for edge in pairwise(copy)), 0.0)
     streams = build_schedule(of, edges)
-    ideal_s = m * each / of.record.copies * (f + i + w)
+    ideal_s = of.num_microbatches * each / of.record.copies * (f + i + w)
     seconds = {"F": f, "I": i, "W": w, "B": i + w, "T_0": ideal_s}
-    symbols = {"p": p, "v": each, "m": m, "A": 1.0, **seconds}
+    symbols = {"p": p, "v": each, "m": m, "c": slices, "A": 1.0, **seconds}
     if column == "volume":
-        return symbols, [float(sum(one.action in SENDS for one in streams[1]))]
+        return symbols, [sum(one.action in SENDS for one in streams[1]) / slices]
     if column == "memory":
         most = max(sum(x.active) + sum(x.put_off) for held in moments(of) for x in held)
-        return symbols, [most * of.record.copies / each]
+        return symbols, [most * of.record.copies / each / slices]
     step = simulate(streams, [times(f, i + w, weight=w)] * of.num_stages, edges)
     if column == "seconds":
         return {**symbols, "K": m / p}, [step.pipeline_s - ideal_s, step.period_s - ideal_s]
@@ -501,6 +507,15 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
             ("Interleaved 1F1B", "interleaved_1f1b", GENERAL), ("ZB-H2", "zb_h2", GENERAL),
             ("ZB-V", "zb_v", EVEN), ("DualPipeV", "dualpipe_v", EVEN),
             ("DualPipe", "dualpipe", EVEN), ("Chimera", "chimera", GENERAL),
+        )
+    },
+    **{
+        words: {
+            column: partial(pipelined, name, column, m=2, slices=5)
+            for column in ("volume", "memory", "bubble")
+        }
+        for words, name in (
+            ("TeraPipe", "gpipe"), ("Seq1F1B", "1f1b"), ("SlimPipe", "interleaved_1f1b"),
         )
     },
     "Mixture of experts, unsplit": {

@@ -19,7 +19,7 @@ from functools import partial
 from meshwright.costmodel import memory
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.operators import Pricer, reads_kept
 from meshwright.costmodel.rules import divided, row_reduction
 from meshwright.costmodel.sharding import (
     REPLICATE,
@@ -50,8 +50,9 @@ class BlockMemory:
 
     `outside` are the allocations of values that enter or leave. `makers` is the operator that made
     each allocation, `reads` the allocations of each operator's operands, `keeps` those that its
-    backward needs; `moved` the re-shard that made an allocation, and from which. `made` are all in
-    the order in which they were met, `sizes` those that differ from their own bytes.
+    backward needs, `of_slices` what attention keeps for later slices; `moved` the re-shard that
+    made an allocation, and from which. `made` are all in the order in which they were met, `sizes`
+    those that differ from their own bytes.
     """
 
     kept: frozenset[memory.Storage]
@@ -63,6 +64,12 @@ class BlockMemory:
     sizes: Mapping[memory.Storage, float] = field(default_factory=dict)
     moved: Mapping[memory.Storage, tuple[Move, memory.Storage]] = field(default_factory=dict)
     keeps: Mapping[str, tuple[memory.Storage, ...]] = field(default_factory=dict)
+    of_slices: Sequence[memory.Storage] = ()
+
+    @property
+    def unfreed_bytes(self) -> float:
+        """Saved bytes that stay whatever runs again: what slices keep for later ones."""
+        return self._nbytes(self.of_slices)
 
     @property
     def saved_bytes(self) -> float:
@@ -185,6 +192,7 @@ class _Walk:
         self.keeps: dict[str, tuple[memory.Storage, ...]] = {}
         self.made: list[memory.Storage] = []
         self.moved: dict[memory.Storage, tuple[Move, memory.Storage]] = {}
+        self.of_slices: list[memory.Storage] = []
 
     def run(self, steps: Sequence[Step], entering: Mapping[str, memory.Held]) -> BlockMemory:
         entered: set[memory.Storage] = set()
@@ -207,8 +215,10 @@ class _Walk:
                     self._run(op, strategy)
                 case Leave(value, state):
                     leaving[value] = self.held[value, state]
+        self.made += self.of_slices
+        kept = (self.parts.get(s, s) for s in self._written())
         return BlockMemory(
-            kept=frozenset(self.parts.get(s, s) for s in self._written()),
+            kept=frozenset((*kept, *self.of_slices)),
             leaving=leaving,
             outside=frozenset(entered.union(x.storage for x in leaving.values())),
             makers=self.makers,
@@ -218,6 +228,7 @@ class _Walk:
             made=self.made,
             moved=self.moved,
             keeps=self.keeps,
+            of_slices=self.of_slices,
         )
 
     def _written(self) -> set[memory.Storage]:
@@ -274,6 +285,8 @@ class _Walk:
         )
         saved = memory.keep(call)
         self.kept.update(saved.storages)
+        if reads_kept(self.pricer, op):  # whatever runs again
+            self.of_slices += memory.kept_tokens(call)
         self.keeps[op.name] = saved.storages
         self.reads[op.name] = read = tuple(x.storage for x in operands)
         for storage in (*saved.storages, *(x.storage for x in saved.results)):
@@ -317,6 +330,8 @@ class _Walk:
 
     def _implementation(self, op: Op, strategy: Strategy) -> str:
         """Implementation in the operator's place, if the batch or the operator is split."""
+        if reads_kept(self.pricer, op):
+            return memory.SLICED
         normed = "batch_norm" in self.table.ops[op.name].implementations.values()
         if strategy.implementation or self.pricer.step.mesh.dp == 1 or not normed:
             return strategy.implementation

@@ -69,13 +69,14 @@ class KnownSteps:
 
     def _where(self, pricer: Pricer) -> Where:
         """Dependences of the memory beside the rows: a loss and statistics on whether there are
-        several ranks on the data axis, a loss on whether there are several micro-batches; copies of
-        tokens on whether several ranks share experts out."""
+        several ranks on the data axis, a loss on whether there are several micro-batches, attention
+        on whether these are sliced; copies of tokens on whether several ranks share experts
+        out."""
         step = pricer.step
         dp = min(step.mesh.dp, 2) if self._loss or self._statistics else 1
         mesh = replace(pricer.setting.mesh, dp=dp, ep=min(step.mesh.ep, 2), spread=1)
         several = min(step.batch.microbatches, 2) if self._loss else 1
-        return mesh, Batch(rows=0.0, microbatches=several)
+        return mesh, Batch(rows=0.0, microbatches=several, slices=min(step.batch.slices, 2))
 
     def _squared(self, pricer: Pricer) -> bool:
         """Whether a size grows with the square of the rows."""

@@ -17,7 +17,6 @@ from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Storage
-from meshwright.costmodel.mesh import Batch
 from meshwright.costmodel.operators import Cost, Pricer, Setting, splits_batch, total
 from meshwright.costmodel.recompute import RECOMPUTE, regathering
 from meshwright.costmodel.rules import recomputable, takes_batch_statistics, traits_of
@@ -271,7 +270,7 @@ class PassNeeds:
         """The setting that blocks with the same needs are priced in."""
         mesh, several = setting.mesh, min(setting.batch.microbatches, 2)
         mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
-        batch = Batch(rows=setting.batch.rows, microbatches=several if self.loss else 1)
+        batch = replace(setting.batch, microbatches=several if self.loss else 1)
         if not self.met:
             ranks = min(mesh.dp, 2) if self.loss else 1
             mesh = replace(mesh.alone, dp=max(mesh.alone.dp, ranks))
@@ -320,7 +319,8 @@ def _repeats(
     del by_policy["none"]
     repeats_all = pricer.setting.target.repeats_whole
     all_of_it = priced_steps(steps) if repeats_all else again(*memory.needed())
-    return {**by_policy, "full": Repeats.of(all_of_it, cost_of, memory.saved_bytes)}
+    freed = memory.saved_bytes - memory.unfreed_bytes
+    return {**by_policy, "full": Repeats.of(all_of_it, cost_of, freed)}
 
 
 def _hiding(

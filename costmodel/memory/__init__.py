@@ -1,7 +1,7 @@
 """Bytes: model states, storages, and what autograd keeps of an operator."""
 
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
-from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.kept import SLICED, Call, keep, kept_tokens
 from meshwright.costmodel.memory.optimizers import (
     FUSED,
     NEWTON_SCHULZ,

@@ -28,6 +28,7 @@ from meshwright.costmodel.rules import LEAVES, LOSS_IN_PARTS, is_causal, leaf_of
 
 INDEX = 8  # bytes of an index
 CUDA_ROWS = 32  # the memory-efficient kernel's normalisers are padded to whole tiles of rows
+SLICED = "slices"  # the implementation of attention over token slices
 SINGLE = 4  # bytes of what kernels accumulate in single precision at least
 
 
@@ -189,6 +190,19 @@ def _attention(call: Call, results: Results) -> Storages:
     if mask is not None:  # booleans become numbers to be added
         flags = mask.dtype == torch.bool
         yield new(mask.numel, q.dtype.itemsize) if flags else mask.storage
+
+
+def _sliced(call: Call, results: Results) -> Storages:
+    """Queries, the output and the logarithm of its sum; keys and values are `kept_tokens`."""
+    q = call.operands[0]
+    yield from (q.storage, results[0].storage, new(math.prod(q.shape[:-1]), width(q)))
+
+
+def kept_tokens(call: Call) -> Storages:
+    """Memory in which attention keeps keys and values of a slice for later ones, and in which it
+    sums their gradients."""
+    for x in call.operands[1:3]:
+        yield from (new(x.numel, x.dtype.itemsize), new(x.numel, width(x)))
 
 
 def _heads(q: storage.Held, k: storage.Held, v: storage.Held) -> tuple[storage.Held, storage.Held]:
@@ -409,6 +423,7 @@ REPLACED: Mapping[str, Saver] = MappingProxyType({
     "batch_norm": _synchronised,
     "cross_entropy": _vocabulary_parallel,
     "embedding": _parallel_embedding,
+    SLICED: _sliced,
 })  # fmt: skip
 # where the results of an operator lie, if not as `storage.placed` says
 PLACED: Mapping[str, Callable[[Call], tuple[storage.Held, ...]]] = MappingProxyType({

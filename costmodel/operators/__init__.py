@@ -1,7 +1,11 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
 from meshwright.costmodel.operators.communication import splits_batch
-from meshwright.costmodel.operators.context import backward_temporaries, context_exchange
+from meshwright.costmodel.operators.context import (
+    backward_temporaries,
+    context_exchange,
+    reads_kept,
+)
 from meshwright.costmodel.operators.cost import (
     BACKWARD_S,
     COMPUTING,

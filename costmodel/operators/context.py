@@ -8,6 +8,9 @@ rank, f and b those of the rank's part of the scores, forward and backward.
                  where the device has streams, less what (n-1)/n of the scores' seconds hide
     ulysses      an all-to-all of each of q, k, v and the output, in either direction
 
+Slices: causal attention of c token slices, one after the other in time (`Batch.slices`), reads its
+own keys and those that were kept, but for the first: 2 - 1/c pieces on average. Nothing travels.
+
 Pieces: a ring computes n blocks of scores, each with the keys of one rank; with all keys at hand
 there are three, one of them of its own tokens; each but the first is merged into the output in
 single precision. Where tokens of causal attention lie in their order, not in zigzag, the last rank
@@ -32,7 +35,7 @@ from meshwright.costmodel.operators.communication import computed_again, runs_ba
 from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLUMNS, Entry
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.rules import is_causal
+from meshwright.costmodel.rules import is_causal, traits_of
 
 PIECES = 3  # of attention with all keys at hand: its own, earlier ones, later ones
 MERGED = 3  # passes over an output in single precision, to merge another into it
@@ -50,10 +53,17 @@ def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
     return ULYSSES if sharding.attends_by_heads(sizes.table, op, strategy) else None
 
 
-def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
+def reads_kept(sizes: LocalSizes, op: Op) -> bool:
+    """Whether an operator is attention that reads keys and values of earlier slices."""
+    return sizes.setting.batch.slices > 1 and traits_of(op).kernel == "attention" and is_causal(op)
+
+
+def pieces(sizes: LocalSizes, op: Op) -> tuple[float, float, float]:
     """Number of attention kernels, part of the keys in each, slowest rank's scores over the
     mean."""
     kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
+    if reads_kept(sizes, op):
+        return 2 - 1 / sizes.setting.batch.slices, 1 / 2, 1.0
     if sizes.context is None or kind is None or kind == ULYSSES:
         return 1, 1.0, 1.0
     even = sizes.context.zigzag or not is_causal(op)
@@ -106,11 +116,14 @@ def backward_temporaries(sizes: LocalSizes, op: Op, strategy: sharding.Strategy)
     makes: keys and values of other ranks with their gradients, gradients of one block of them, and
     what query heads share repeated for each."""
     kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
-    if kind is None or kind == ULYSSES:
+    if (kind is None or kind == ULYSSES) and not reads_kept(sizes, op):
         return 0.0
     q, *shared = map(sizes.nbytes, op.operands[:3], strategy.operands)
     heads, grouped = sharding.head_counts(sizes.graph, op)
     wide = WIDE * sizes.numel(op.operands[0], strategy.operands[0]) - q  # a sum over blocks
+    if kind is None:  # of the last slice: gradients of all earlier keys, for each query head
+        earlier = sizes.setting.batch.slices - 1
+        return 2 * q + earlier * (sum(shared) + 2 * q * (1 + (heads > grouped)))
     of_others = (2 * n if kind == ALL_GATHER else 4) - 1 + 1 / 2
     return of_others * sum(shared) + wide + q * (3 + 2 * (heads > grouped))
 

@@ -126,7 +126,7 @@ class Setting:
     @cached_property
     def of_pass(self) -> Setting:
         """Setting of a pass: its rows, not the ranks that have others."""
-        batch = Batch(rows=self.batch.rows)
+        batch = Batch(rows=self.batch.rows, slices=self.batch.slices)
         return Setting(problem=self.problem, mesh=self.mesh.alone, batch=batch)
 
     @cached_property

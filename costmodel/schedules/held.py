@@ -62,13 +62,13 @@ def moments(
 
 def fewest_alike(pipeline: Pipeline) -> Pipeline:
     """The pipeline of fewest micro-batches that has the same moments."""
-    _, num_stages, num_microbatches, num_devices = pipeline
-    alone = pipeline.record.in_flight if pipeline.each == 1 else None
-    # the schedules repeat themselves, in rounds of as many as there are devices
-    warm = 5 * num_devices
+    _, num_stages, num_microbatches, _, slices = pipeline
+    alone, each = pipeline.most, pipeline.round
+    # the schedules repeat themselves, in rounds
+    warm = 5 * each
     if alone is not None:
-        warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2
-    few = min(num_microbatches, warm + (num_microbatches - warm) % num_devices)
+        warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2 * slices
+    few = min(num_microbatches, warm + (num_microbatches - warm) % each)
     return pipeline._replace(num_microbatches=few)
 
 
@@ -80,8 +80,7 @@ def in_flight(pipeline: Pipeline, stage: int) -> int:
     check_count("num_microbatches", m)
     if not 0 <= stage < count:
         raise ScheduleError(f"stage={stage}: a pipeline of {count} has 0..{count - 1}")
-    most = pipeline.record.in_flight
-    if most is not None and pipeline.each == 1:
+    if (most := pipeline.most) is not None:
         return min(most(stage, count, m), m)
     device = pipeline.device_of[stage]
     at = placed[device].index(stage)

@@ -15,9 +15,14 @@ dropped. (An overlapped F is of a later micro-batch than its B, so it never lose
 Where the schedule holds two copies of the model, `m` micro-batches go through each, counted from 0,
 and `stages` are the device's stage of the first copy and its stage of the second.
 
+A micro-batch may go through as token slices, of which `m` counts each. Backwards take the slices of
+a micro-batch from the last one to the first, whose keys and values the later ones have read. So the
+last stage runs all forwards of a micro-batch before its first backward, and warm-ups are longer by
+the slices but one (Seq1F1B).
+
 Sources: GPipe, arXiv 1811.06965; 1F1B (PipeDream-Flush), 2006.09503; eager 1F1B, 2211.05322;
 interleaved, 2104.04473; Chimera, 2107.06925; ZB-H1, ZB-H2 and ZB-V, 2401.10241; DualPipe,
-2412.19437, of which DualPipeV is one half.
+2412.19437, of which DualPipeV is one half; slices: TeraPipe, 2102.07988, Seq1F1B, 2406.03488.
 """
 
 import math
@@ -55,9 +60,11 @@ class Compute(NamedTuple):
 
 
 class DeviceOrder:
-    """The computes of one device so far; each stage takes its micro-batches in turn."""
+    """The computes of one device so far; each stage takes its micro-batches in turn, and backwards
+    those of each `slices` from the last to the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, slices: int = 1) -> None:
+        self.slices = slices
         self.computes: list[Compute] = []
         self.forwards: Counter[int] = Counter()
         self.backwards: Counter[int] = Counter()
@@ -70,7 +77,8 @@ class DeviceOrder:
     def backward(self, stage: int, *, split: bool = False) -> None:
         """B, or only I: its W is then to follow."""
         action = Action.BACKWARD_INPUT if split else Action.BACKWARD
-        microbatch = self.backwards[stage]
+        first, later = divmod(self.backwards[stage], self.slices)
+        microbatch = (first + 1) * self.slices - 1 - later
         self.computes.append(Compute(action, stage, microbatch))
         self.backwards[stage] += 1
         if split:
@@ -90,6 +98,7 @@ def _alternate(
     order: DeviceOrder, *, forwards: Sequence[int], backwards: Sequence[int], warmup: int
 ) -> None:
     """The first `warmup` forwards, then F B F B .., then the last backwards, given by stage."""
+    warmup += order.slices - 1
     for stage in forwards[:warmup]:
         order.forward(stage)
     for k, stage in enumerate(backwards):
@@ -114,18 +123,26 @@ def eager_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int
 
 
 def interleaved_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
-    """A round is p micro-batches on the first stage, the same p on the second, and so on."""
-    rounds = math.ceil(m / p)
+    """A round is p micro-batches on the first stage, the same p on the second, and so on; of slices
+    the least number of whole micro-batches that are as many."""
+    each = round_of(p, order.slices)
+    rounds = math.ceil(m / each)
     _alternate(
         order,
-        forwards=[stage for stage in stages for _ in range(p)] * rounds,
-        backwards=[stage for stage in reversed(stages) for _ in range(p)] * rounds,
-        warmup=2 * (p - 1 - d) + (len(stages) - 1) * p,
+        forwards=[stage for stage in stages for _ in range(each)] * rounds,
+        backwards=[stage for stage in reversed(stages) for _ in range(each)] * rounds,
+        warmup=2 * (p - 1 - d) + (len(stages) - 1) * each,
     )
+
+
+def round_of(p: int, slices: int) -> int:
+    """Slices after which orders repeat themselves: p, or more that are whole micro-batches."""
+    return math.ceil(p / slices) * slices
 
 
 def _alternate_split(order: DeviceOrder, stage: int, m: int, *, warmup: int, delay: int) -> None:
     """1F1B of F and I, each W `delay` micro-batches behind its I."""
+    warmup += order.slices - 1
     for _ in range(min(warmup, m)):
         order.forward(stage)
     for k in range(m):

@@ -61,9 +61,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -123,6 +123,10 @@ class StageTimes:
                 )
 
 
+# of a slice: the times of each stage, and the seconds of its messages
+SliceTimes: TypeAlias = tuple[Sequence[StageTimes], Mapping[tuple[int, int], float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something that occupied a track of a device from `start_s` to `end_s`.
@@ -176,7 +180,8 @@ class Timeline:
         reduced = (
             end_s[n]
             for n, (_, _, index) in enumerate(program.steps, start=1)
-            if 0 <= index < of_stages and index % len(TimeSlot) == TimeSlot.REDUCE
+            if 0 <= (at := index - program.once) < of_stages
+            if at % len(TimeSlot) == TimeSlot.REDUCE
         )
         known_s = max(reduced, default=0.0) + verdict_s
         waits = [0.0]
@@ -205,7 +210,8 @@ class Timeline:
     def events(self) -> tuple[Event, ...]:
         """All computes, sends and reductions, by start."""
         program, end_s, events = self._program, self._end_s, list[Event]()
-        optimizers = range(TimeSlot.OPTIMIZER, program.num_stages * len(TimeSlot), len(TimeSlot))
+        last = program.once + program.num_stages * len(TimeSlot)
+        optimizers = range(program.once + TimeSlot.OPTIMIZER, last, len(TimeSlot))
         for n, instruction in enumerate(program.instructions, start=1):
             if instruction is None:
                 continue
@@ -265,18 +271,23 @@ def chrome_trace(
 
 
 def simulate(
-    streams: Streams, times: Sequence[StageTimes], transfer_s: Mapping[tuple[int, int], float]
+    streams: Streams,
+    times: Sequence[StageTimes],
+    transfer_s: Mapping[tuple[int, int], float],
+    slices: Sequence[SliceTimes] = (),
 ) -> Timeline:
     """The timeline of a schedule's streams, one per device.
 
-    `times` are those of each stage. `transfer_s` is the seconds of one micro-batch's activations
+    `times` are those of each stage, the means of token `slices` where these have times of their
+    own. `transfer_s` is the seconds of one micro-batch's activations
     from a source to a destination stage; its gradients take the same on the way back, and the two
     directions do not share a channel. Raises ValueError when devices wait for each other for ever,
     when the two ends of a channel disagree, or when a time is missing or not a number of seconds.
     """
-    program = program_of(streams)
+    program = program_of(streams, len(slices))
     seconds = _seconds(program, times, transfer_s)
-    end_s = _play(program, seconds)
+    of_slices = (_seconds(program, *slice_times) for slice_times in slices)
+    end_s = _play(program, [*chain(*of_slices), *seconds])
     return Timeline(
         stages_of=program.stages_of,
         step_time_s=max(end_s),
@@ -434,7 +445,8 @@ class Program:
     """Steps n = 1, 2, .. are (a, b, index of the seconds), in an order in which a, b < n.
 
     The seconds are indexed by stage * len(TimeSlot) + slot; then come those of the `edges`, each
-    with the first instruction that needs it; then a zero. `instructions` are those of the steps,
+    with the first instruction that needs it; then a zero. Those of what happens `once` a step begin
+    there. `instructions` are those of the steps,
     None for one that only waits. `computes` counts per device the F, B, I and W of each index.
     `first_computes` and `last_computes` are the nodes of each device's first and last compute,
     `last_nodes` of the last thing it does, 0 where there is none.
@@ -448,6 +460,7 @@ class Program:
     first_computes: tuple[int, ...]
     last_computes: tuple[int, ...]
     last_nodes: tuple[int, ...]
+    once: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -455,9 +468,24 @@ class Program:
 
 
 @lru_cache(maxsize=64)
-def program_of(streams: Streams) -> Program:
-    """The program of the streams, compiled once."""
-    return _Compiler(streams).run()
+def program_of(streams: Streams, slices: int = 0) -> Program:
+    """The program of the streams, compiled once. Where `slices` have seconds of their own, those of
+    each come one after the other, before the means, which what happens once has."""
+    if not slices:
+        return _Compiler(streams).run()
+    program = program_of(streams)
+    width = program.num_stages * len(TimeSlot) + len(program.edges) + 1
+    once = slices * width
+
+    def place(index: int, instruction: Instruction | None) -> int:
+        if instruction is None:
+            return index
+        if instruction.action is Action.REDUCE_GRADIENTS:
+            return once + index
+        return width * (instruction.microbatch % slices) + index
+
+    steps = zip(program.steps, program.instructions, strict=True)
+    return replace(program, steps=tuple((a, b, place(n, of)) for (a, b, n), of in steps), once=once)
 
 
 @dataclass(slots=True)
@@ -652,9 +680,11 @@ def register_schedule(name: str, record: Schedule) -> None:
         raise ScheduleError(what, place=f"{place}: record", legal="a meshwright.Schedule")
     _TABLE[name] = record
     try:
-        for p, m in TRIED:
-            if record.runs(m, p):
-                _check_streams(Pipeline(name, p * (record.stages_per_device or 2), m, p))
+        for slices in (1, 2, 3) if record.sliced else (1,):
+            for p, m in TRIED:
+                if record.runs(m, p):
+                    stages = p * (record.stages_per_device or 2)
+                    _check_streams(Pipeline(name, stages, m * slices, p, slices))
     except Exception as error:  # whatever its functions do
         del _TABLE[name]
         raise ScheduleError(

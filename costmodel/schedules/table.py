@@ -14,10 +14,10 @@ To add a schedule, write its order function (`costmodel.schedules.orders`) and i
     chimera           d, 2p-1-d               p
     dualpipe          d, 2p-1-d               p + 1
 
-with m micro-batches, p devices and v stages per device. A micro-batch is in flight on a stage from
-its F to the end of its backward. Stages of which a device owns v are v times smaller than if it
-owned one, so the last three hold the activations of p + (p-1-2d)/v, p and p + 1/2 micro-batches on
-a whole device.
+with m micro-batches, p devices and v stages per device; of c token slices each, c - 1 more slices,
+but gpipe. A micro-batch is in flight on a stage from its F to the end of its backward. Stages of
+which a device owns v are v times smaller than if it owned one, so the last three hold the
+activations of p + (p-1-2d)/v, p and p + 1/2 micro-batches on a whole device.
 
 The last two hold two copies of the model (`copies`): stages 0 to p-1 are the first, p to 2p-1 the
 second, whose stage p+j has the blocks of stage j. Devices run them in opposite directions, so stage
@@ -97,6 +97,9 @@ class Schedule:
     staggered: bool = False
     """Whether a device ends a step as many forwards later as it begins it, so that nothing waits
     for the first one where steps are validated afterwards."""
+    sliced: bool = False
+    """Whether micro-batches may go through as token slices: backwards come from the last slice to
+    the first, which an order must leave room for (`DeviceOrder.slices`)."""
     copies: int = 1
     """Of the model: stages of one copy after those of the other, each with an equal share of the
     micro-batches."""
@@ -138,6 +141,7 @@ _TABLE: dict[str, Schedule] = {
     "gpipe": Schedule(
         order=orders.gpipe,
         in_flight=lambda stage, p, m: m,
+        sliced=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -145,6 +149,7 @@ _TABLE: dict[str, Schedule] = {
     "1f1b": Schedule(
         order=orders.one_f_one_b,
         in_flight=lambda stage, p, m: p - stage,
+        sliced=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -153,12 +158,14 @@ _TABLE: dict[str, Schedule] = {
     "eager_1f1b": Schedule(
         order=orders.eager_1f1b,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
+        sliced=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
     ),
     "interleaved_1f1b": Schedule(
         order=orders.interleaved_1f1b,
         stages_per_device=None,
+        sliced=True,
         fill_s=fills.fill_interleaved,
         standard=True,
     ),
@@ -166,12 +173,14 @@ _TABLE: dict[str, Schedule] = {
         order=orders.zb_h1,
         splits_backward=True,
         in_flight=lambda stage, p, m: p,
+        sliced=True,
         fill_s=fills.fill_less_weights,
     ),
     "zb_h2": Schedule(
         order=orders.zb_h2,
         splits_backward=True,
         in_flight=lambda stage, p, m: 2 * p - 1,
+        sliced=True,
         fill_s=fills.fill_less_weights_twice,
         staggered=True,
     ),
@@ -214,12 +223,14 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
 
 
 class Pipeline(NamedTuple):
-    """Micro-batches through stages on devices (groups of them), in a schedule's order."""
+    """Micro-batches through stages on devices (groups of them), in a schedule's order; where each
+    goes through as `slices`, these are what `num_microbatches` counts."""
 
     schedule: str
     num_stages: int
     num_microbatches: int
     num_devices: int
+    slices: int = 1
 
     @property
     def record(self) -> Schedule:
@@ -230,6 +241,19 @@ class Pipeline(NamedTuple):
     def each(self) -> int:
         """Stages on a device."""
         return self.num_stages // self.num_devices
+
+    @property
+    def round(self) -> int:
+        """Micro-batches, or slices, after which its order repeats itself."""
+        return orders.round_of(self.num_devices, self.slices)
+
+    @property
+    def most(self) -> Callable[[int, int, int], int] | None:
+        """`Schedule.in_flight` for it, of slices too; None where they are counted."""
+        alone = self.record.in_flight if self.each == 1 else None
+        if alone is None or self.slices == 1:
+            return alone
+        return lambda stage, p, m: alone(stage, p, m) + self.slices - 1
 
     @property
     def shape(self) -> PipelineShape:
@@ -286,6 +310,7 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     placed = pipeline.placed
     check_count("num_microbatches", pipeline.num_microbatches)
     schedule = pipeline.record
+    _check_slices(pipeline)
     per_copy, rest = divmod(pipeline.num_microbatches, schedule.copies)
     if rest:
         raise ScheduleError(
@@ -298,12 +323,31 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     first = {stage: k * per_copy for k, copy in enumerate(copies) for stage in copy}
     orders = []
     for device, stages in enumerate(placed):
-        order = DeviceOrder()
+        order = DeviceOrder(pipeline.slices)
         schedule.order(order, stages, device, len(placed), per_copy)
         needed = (c for c in order.computes if c.microbatch < per_copy)
         replaced = (c._replace(microbatch=first[c.stage] + c.microbatch) for c in needed)
         orders.append(tuple(replaced))
     return tuple(orders)
+
+
+def _check_slices(pipeline: Pipeline) -> None:
+    """Raise ValueError unless its schedule takes slices, and they are those of whole
+    micro-batches."""
+    check_count("slices", pipeline.slices)
+    if pipeline.slices > 1 and not pipeline.record.sliced:
+        raise ScheduleError(
+            f"={pipeline.schedule!r} takes micro-batches whole",
+            place="schedule",
+            legal=[name for name, record in SCHEDULES.items() if record.sliced],
+            way_out="take one of these, or micro-batches without slices",
+        )
+    if pipeline.num_microbatches % pipeline.slices:
+        raise ScheduleError(
+            f"={pipeline.num_microbatches} slices are no whole micro-batches of {pipeline.slices}",
+            place="num_microbatches",
+            legal=f"a multiple of {pipeline.slices}",
+        )
 
 
 def check_count(argument: str, value: int) -> None:

@@ -43,6 +43,7 @@ from meshwright.costmodel.sharding.rows import (
     written_once,
 )
 from meshwright.costmodel.sharding.sequence import Shift, shift_of
+from meshwright.costmodel.sharding.slices import slice_layout, why_not_sliced
 from meshwright.costmodel.sharding.strategies import (
     COPY_DIMS,
     REPLICATE,

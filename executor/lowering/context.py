@@ -104,9 +104,9 @@ def boundary_placement(graph: Graph, data: sharding.DataLayout, value: str) -> s
 
 
 def local_view(
-    placement: sharding.Placement, other: sharding.Placement, other_size: int
+    placement: sharding.Placement, other: sharding.Placement, axis: Axis
 ) -> sharding.Placement:
-    """A placement as seen on a tensor already split by the other axis: parts before it are
+    """A placement as seen on a tensor already split on the other `axis`: parts before it are
     fewer."""
     if (
         placement.sharded
@@ -114,7 +114,7 @@ def local_view(
         and other.dim == placement.dim
         and other.split < placement.split
     ):
-        return sharding.Placement("S", placement.dim, placement.split // other_size)
+        return sharding.Placement("S", placement.dim, axis.fewer(placement.split))
     return placement
 
 
@@ -124,5 +124,5 @@ def seen_locally(
     """A placement on the k-th axis as seen on a tensor that the others split as in `state`."""
     for j, (other, axis) in enumerate(zip(state, axes, strict=True)):
         if j != k:
-            placement = local_view(placement, other, axis.size)
+            placement = local_view(placement, other, axis)
     return placement

@@ -28,7 +28,7 @@ from meshwright.executor.host_values import read
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.implementations import Scaled
 from meshwright.executor.lowering.replacements import Call, callable_of, is_counted, replacement
-from meshwright.executor.resharding import Axis, Reshard
+from meshwright.executor.resharding import Axis, Reshard, SliceAxis
 from meshwright.planner.operators import expert_order, grouped_rows, grouped_weights, inverse_of
 from meshwright.planner.plan import PlanError, legs, refused
 
@@ -36,13 +36,14 @@ from meshwright.planner.plan import PlanError, legs, refused
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """A local graph. After its values it takes the global counts of `losses` (positions of
-    operators), then the random state if `random`. `made` are its nodes by operator, without
-    the re-shards between them, of which `gathers` make values whole on the tensor axis; `exchanges`
-    says whether it sends tokens to other ranks' experts."""
+    operators), then the random state if `random`, then what it `keeps` of earlier slices. `made`
+    are its nodes by operator, without the re-shards between them, of which `gathers` make values
+    whole on the tensor axis; `exchanges` says whether it sends tokens to other ranks' experts."""
 
     module: fx.GraphModule
     losses: tuple[int, ...]
     random: bool
+    keeps: bool
     made: Mapping[str, Sequence[fx.Node]]
     gathers: Sequence[fx.Node]
     exchanges: bool
@@ -74,6 +75,7 @@ class Emitter:
         }
         self.counts: dict[str, fx.Node] = {}
         self.rng: fx.Node | None = None
+        self.kept: fx.Node | None = None
         outputs = [step.value for step in steps if isinstance(step, sharding.Leave)]
         shared_out = context.exchange is not None
         self.legs = legs(self.ops, self.graph, self.table, outputs) if shared_out else {}
@@ -92,6 +94,8 @@ class Emitter:
         self.counts = {op.name: self.out.placeholder(f"n{i}") for i, op in enumerate(losses)}
         if any(draws(op) for op in self.ops):
             self.rng = self.out.placeholder("rng")
+        if any(self._keeps(op) for op in self.ops):
+            self.kept = self.out.placeholder("kept")
         leaving: dict[str, fx.Node] = {}
         for step in self.steps:
             match step:
@@ -111,6 +115,7 @@ class Emitter:
             module=fx.GraphModule(self.root, self.out),
             losses=tuple(self.positions[op.name] for op in losses),
             random=self.rng is not None,
+            keeps=self.kept is not None,
             made=self.made,
             gathers=self.gathers,
             exchanges=bool(self.legs),
@@ -118,6 +123,13 @@ class Emitter:
 
     def _counted(self, op: Op) -> bool:
         return is_counted(op, self.context, self.strategies[op.name])
+
+    def _keeps(self, op: Op) -> bool:
+        """Whether an operator reads what it kept of earlier slices."""
+        sliced = isinstance(self.context.context_axis, SliceAxis)
+        return sliced and any(
+            s.implementation == sharding.BY_BLOCKS for s in self.strategies[op.name]
+        )
 
     # --- values ---
 
@@ -159,6 +171,8 @@ class Emitter:
         if axis.size == 1 or not (differentiable or target[k].kind != "Rp"):
             return node
         start, end = (seen_locally(k, state[k], state, context.axes) for state in (source, target))
+        if isinstance(axis, SliceAxis):
+            return self._sliced(node, name, (start, end), axis)
         size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
         uneven = size if size % axis.size else None
         before, after = (context.lies_in_zigzag(name, k, state[k]) for state in (source, target))
@@ -167,6 +181,25 @@ class Emitter:
         if axis is context.tensor_axis and reshard.gathers:
             self.gathers.append(moved)
         return moved
+
+    def _sliced(
+        self,
+        node: fx.Node,
+        name: str,
+        states: tuple[sharding.Placement, sharding.Placement],
+        axis: SliceAxis,
+    ) -> fx.Node:
+        """The node of a value moved between states on the axis of slices: what is whole is cut. Its
+        gradients are those by slices, which add up as those of micro-batches do."""
+        start, end = states
+        if start.kind in ("S", "P"):
+            raise PlanError(
+                f"{name} is {start} on the slices of a micro-batch, and read as {end}",
+                place="plan: slices",
+                legal="1",
+                way_out="drop slices",
+            )
+        return node if end.kind in ("R", "Rp") else self._call(InSlice(end, axis), (node,))
 
     def _check_at_home(
         self, name: str, source: sharding.Placement, target: sharding.Placement
@@ -231,6 +264,7 @@ class Emitter:
             results=results,
             count=self.counts.get(op.name),
             rng=self.rng,
+            kept=self.kept,
         )
 
     def _operand(self, op: Op, name: str, state: State) -> fx.Node:
@@ -335,6 +369,19 @@ class Emitter:
             operands = self.value(name, state), self.routes[dispatch]
             self.sent[key] = self._call(Send(tokens=False), operands)
         return self.sent[key]
+
+
+class InSlice(nn.Module):
+    """The part of a whole tensor in a slice; what is to be summed is all in the first one."""
+
+    def __init__(self, placement: sharding.Placement, axis: SliceAxis) -> None:
+        super().__init__()
+        self.placement, self.axis = placement, axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.placement.sharded:
+            return self.axis.local(x, self.placement).contiguous()
+        return x * float(self.axis.rank == 0)
 
 
 def _getitem(values: Sequence[torch.Tensor], k: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from meshwright.costmodel.sharding import (
     replicated_steps,
 )
 from meshwright.executor.backward import repeated
-from meshwright.executor.context_attention import CachedAttention, ContextAttention
+from meshwright.executor.context_attention import CachedAttention, ContextAttention, SlicedAttention
 from meshwright.executor.devices import kind_of
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
@@ -40,13 +40,15 @@ from meshwright.executor.lowering.emitter import Emitter, Written
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
     """A local graph and what to call it with: value names in order, then the counts of `losses`
-    (operator names whose global count is handed in), then the random state if `random`."""
+    (operator names whose global count is handed in), then the random state if `random`, and what it
+    `keeps` of earlier slices."""
 
     module: nn.Module
     arguments: tuple[str, ...]
     outputs: tuple[str, ...]
     losses: tuple[str, ...]
     random: bool
+    keeps: bool
     name: str
 
 
@@ -93,6 +95,7 @@ class Lowering:
             outputs=block.outputs,
             losses=tuple(block.ops[i].name for i in written.losses),
             random=written.random,
+            keeps=written.keeps,
             name=block.name,
         )
 
@@ -106,7 +109,7 @@ class Lowering:
         """The written graph with its recompute, compiled if it can be."""
         traits = [traits_of(op) for op in block.ops]
         opaque = written.exchanges or any(t.leaf or t.kernel == "chunked" for t in traits)
-        unseen = (ContextAttention, CachedAttention)
+        unseen = (ContextAttention, CachedAttention, SlicedAttention)
         opaque |= any(isinstance(m, unseen) for m in written.module.children())
         compiled = self.backend is not None and not opaque  # which a compiler can look into
         module = repeated(written.module, self._again(block, written, compiled=compiled))
@@ -151,6 +154,7 @@ class Lowering:
             outputs=tuple(wanted),
             losses=(),
             random=False,
+            keeps=False,
             name="inputs",
         )
 

@@ -29,7 +29,12 @@ from meshwright.costmodel.sharding import (
     token_dim,
 )
 from meshwright.executor.backward import DeferredProduct, EightBitExperts, EightBitProduct
-from meshwright.executor.context_attention import CachedAttention, ContextAttention, KeyValueCache
+from meshwright.executor.context_attention import (
+    CachedAttention,
+    ContextAttention,
+    KeyValueCache,
+    SlicedAttention,
+)
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
 from meshwright.executor.lowering.context import Context, State, seen_locally
@@ -41,7 +46,7 @@ from meshwright.executor.lowering.implementations import (
     RunningNorm,
     ScatteredRows,
 )
-from meshwright.executor.resharding import Axis, Reshard, into_zigzag, local_part, zigzag_chunks
+from meshwright.executor.resharding import Axis, Reshard, SliceAxis, into_zigzag, zigzag_chunks
 from meshwright.planner.operators import Program, UnseenWrite
 from meshwright.planner.plan import PlanError
 
@@ -54,7 +59,7 @@ class Call:
 
     `strategies` and the states of `results` are by axis; `position` is its number in the block;
     `count` the global count of a loss's rows, if it is known beforehand; `rng` the block's random
-    state.
+    state; `kept` what it keeps of earlier slices.
     """
 
     op: Op
@@ -65,6 +70,7 @@ class Call:
     results: list[State]
     count: fx.Node | None
     rng: fx.Node | None
+    kept: fx.Node | None
 
 
 def replacement(call: Call, context: Context) -> Replacement | None:
@@ -212,15 +218,18 @@ def _given(call: Call) -> dict[str, Any]:
 
 
 def _by_blocks(call: Call, context: Context) -> Replacement:
-    """Attention over tokens that other ranks of the context axis have."""
+    """Attention over tokens that other ranks of the context axis have, or earlier slices."""
     assert context.context is not None and context.context_axis is not None
+    operands = _given(call)
+    if isinstance(context.context_axis, SliceAxis):
+        q, k, v, scale = (operands[name] for name in ("q", "k", "v", "scale"))
+        return SlicedAttention(context.context_axis, call.position), (q, k, v, scale, call.kept)
     module = ContextAttention(
         context.context_axis,
         context.context.kind,
         causal=rules.is_causal(call.op),
         zigzag=context.context.zigzag,
     )
-    operands = _given(call)
     return module, [operands[name] for name in ("q", "k", "v", "attn_mask", "scale")]
 
 
@@ -400,7 +409,7 @@ class Cut:
         along = Placement("S", 0, self.placement.split)
         if self.zigzag:
             index = into_zigzag(index, along, self.axis.size)
-        return local_part(index, along, self.axis.size, self.axis.rank)
+        return self.axis.local(index, along)
 
 
 class IndexGrid(nn.Module):

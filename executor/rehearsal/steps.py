@@ -57,6 +57,7 @@ def rank_log(
     made = recorder()
     known = made.known or stand_in.Known()
     mode = made.fakes or stand_in.KnownFakes(known.results)
+    repeats = repeats and not checked.plan.slices  # which are not alike
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
     on = stand_in.standing_in() if has_streams(made.device) else nullcontext()
@@ -158,9 +159,7 @@ def _observer(runtime: Runtime, recorder: Recorder) -> Observer:
         if isinstance(what, Phase):
             recorder.wait()
         elif what.action in RECEIVES:
-            assert what.peer is not None
-            stage = runtime.planned.stages[what.stage]
-            channels = stage.channels[what.action, what.peer].values()
+            channels = runtime.planned.stages[what.stage].channels(what).values()
             recorder.wait(sum(len(channel.incoming) for channel in channels))
 
     return observe

@@ -4,6 +4,7 @@ from meshwright.executor.resharding.reshard import (
     MOVES,
     Axis,
     Reshard,
+    SliceAxis,
     Waiting,
     all_gather,
     all_gather_flat,
@@ -13,6 +14,7 @@ from meshwright.executor.resharding.reshard import (
     local_part,
     part_of,
     reduce_scatter_flat,
+    slice_axes,
     split_parts,
     zigzag_chunks,
 )

@@ -12,8 +12,9 @@ Collectives move equal parts, filled up with zeros that are cut off again on arr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,45 @@ class Axis:
     def part(self, size: int) -> tuple[int, int]:
         """Start of this rank's part of a dim, and its number of elements."""
         return part_of(size, self.size, self.rank)
+
+    def fewer(self, split: int) -> int:
+        """Parts of a dim on this rank, of so many that its own are among."""
+        return split // self.size
+
+    def local(self, x: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """This rank's shard of a whole tensor."""
+        return local_part(x, placement, self.size, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceAxis(Axis):
+    """The token slices of a micro-batch, of which this is the one numbered `rank`: an axis in time,
+    on which nothing travels. `bounds` are the slices' first tokens, and the number of all."""
+
+    bounds: tuple[int, ...] = ()
+
+    def part(self, size: int) -> tuple[int, int]:
+        """Start and size of the slice in a dim that has the tokens, each as often."""
+        each = size // self.bounds[-1]
+        first, end = self.bounds[self.rank : self.rank + 2]
+        return first * each, (end - first) * each
+
+    def fewer(self, split: int) -> int:
+        """Parts of a dim in the slice, of so many that its tokens are among."""
+        return self.part(split)[1]
+
+    def local(self, x: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """The slice of a tensor that has all tokens."""
+        d, split = placement.dim, placement.split
+        parts: torch.Tensor = x.unflatten(d, (split, -1))
+        start, size = self.part(parts.shape[d + 1])
+        return torch.narrow(parts, d + 1, start, size).flatten(d, d + 1)
+
+
+def slice_axes(sizes: Sequence[int]) -> list[SliceAxis]:
+    """The axes of slices of so many tokens each, one for each of them."""
+    bounds = (0, *accumulate(sizes))
+    return [SliceAxis("slice", len(sizes), k, bounds=bounds) for k in range(len(sizes))]
 
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone

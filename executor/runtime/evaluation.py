@@ -155,7 +155,7 @@ class _Kept:
             return x
         assert isinstance(layout, ContextLayout)
         zigzag = layout.zigzag and token_dim(self.step.checked.factors, value, tokens)
-        local = local_view(tokens, data, self.place.rows.size)
+        local = local_view(tokens, data, self.place.rows)
         gathered: torch.Tensor = Reshard(local, R, axis, zigzag=(zigzag, False))(x)
         return gathered
 
@@ -171,11 +171,11 @@ class _Kept:
             first += axis.rank * part_rows
         sizes = self.step.graph.values[value].shape
         if len(outer) > 1:  # tokens first: the tensor axis may split theirs further
-            x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
+            x = _whole_on(self.place.tensor, x, tensor, data, axis, sizes)
             x, tensor = self._all_tokens(x, value, stage, outer), R
         if self.at is not None:
             x, tensor, sizes = self._at(x, (data, tensor), first, part_rows, sizes)
-        x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
+        x = _whole_on(self.place.tensor, x, tensor, data, axis, sizes)
         if data.kind == "P" and axis.size > 1:
             x = Reshard(data, R, axis)(x)
         if data.sharded and axis.size > 1 and self.gather:
@@ -194,7 +194,7 @@ class _Kept:
         assert self.at is not None
         data, tensor = state
         if tensor.sharded and tensor.dim < 2:
-            x = _whole_on(self.place.tensor, x, tensor, data, self.place.rows.size, sizes)
+            x = _whole_on(self.place.tensor, x, tensor, data, self.place.rows, sizes)
             tensor = R
         indices = self.at[first : first + part_rows].to(x.device)
         indices = torch.nn.functional.pad(indices, (0, part_rows - len(indices)))
@@ -209,15 +209,15 @@ def _whole_on(
     x: torch.Tensor,
     state: Placement,
     other: Placement,
-    other_size: int,
+    rows: Axis,
     sizes: tuple[int, ...],
 ) -> torch.Tensor:
-    """A tensor whole on the tensor `axis`; `other` is its state on the data axis."""
+    """A tensor whole on the tensor `axis`; `other` is its state on the data axis, `rows`."""
     if axis.size == 1 or state.kind not in ("S", "P"):
         return x
     size = sizes[state.dim] if state.sharded else 0
     uneven = size if size % axis.size else None
-    gathered: torch.Tensor = Reshard(local_view(state, other, other_size), R, axis, uneven)(x)
+    gathered: torch.Tensor = Reshard(local_view(state, other, rows), R, axis, uneven)(x)
     return gathered
 
 
@@ -300,19 +300,21 @@ class CachedForward:
     def _lowered(self, step: Step, few: Any) -> tuple[Step, Step]:
         """The steps of all tokens and of few. Collective."""
         runtime = self.runtime
-        whole = self._with_cache(step.checked)
+        whole = self._with_cache(step.checked.whole)
         assert runtime.at_shape is not None, "a model that was traced"
         tensors = step.batches.checked(few)
         shape = BatchShape.of(step.graph, step.batches.planned.rows, tensors)
         with runtime.user.as_passed():
             checked = runtime.at_shape(shape, few)
-        part, stages = self._with_cache(checked), {}
+        part, stages = self._with_cache(checked.whole), {}
         for k, stage in part.stages.items():
             of_all = whole.stages[k]
             prologue = _part_of(of_all.graphs.prologue, self.cache, step.graph, part.graph)
+            (few_tokens,) = stage.parts
+            graphs = replace(few_tokens.graphs, prologue=prologue)
             stages[k] = replace(
                 stage,
-                graphs=replace(stage.graphs, prologue=prologue),
+                parts=(replace(few_tokens, graphs=graphs),),
                 totals=of_all.totals,
                 counts=of_all.counts,
             )

@@ -266,7 +266,7 @@ class Runtime(RankState):
         self._check_ready()
         step, inputs = self._prepared(batch, local)
         check_evaluable(step.graph, step.plan.num_microbatches)
-        if lower is not None or values:
+        if lower is not None or values or step.plan.slices:
             step = lower(step) if lower is not None else self._keeping(step, frozenset(values))
             for k, stage in self.stages.items():
                 stage.program.take(step.stages[k].graphs)
@@ -361,9 +361,10 @@ class Runtime(RankState):
         """The step, lowered once more so that it hands these values on."""
         key = step.batches, values
         if key not in self.lowered.handing:
-            lowering = self.builder.at(step.checked, values)
+            checked = step.checked.whole
+            lowering = self.builder.at(checked, values)
             stages = {k: lowering.stage(k) for k in self.stages}
-            self.lowered.hand_on(key, Step.of(step.checked, self.place, stages))
+            self.lowered.hand_on(key, Step.of(checked, self.place, stages))
         return self.lowered.handing[key]
 
     def _check_same_tensors(self, graph: Graph, stages: Mapping[int, LoweredStage]) -> None:
@@ -408,8 +409,7 @@ class Runtime(RankState):
         add_totals(lowered.totals, program.tensors, rows)
         return RunStage(
             program=program,
-            channels=lowered.channels,
-            beside=lowered.beside,
+            lowered=lowered,
             reducer=self.reducers[k],
             inputs=rows.__getitem__,
             counts=step.loss_rows(k, program.tensors, rows),

@@ -205,8 +205,7 @@ def _targets(runtime: Runtime, what: Instruction | Phase) -> tuple[int, ...]:
     """The ranks that a send goes to."""
     if not isinstance(what, Instruction) or what.action not in RECEIVE_OF:
         return ()
-    assert what.peer is not None
-    channels = runtime.planned.stages[what.stage].channels[what.action, what.peer]
+    channels = runtime.planned.stages[what.stage].channels(what)
     return tuple(
         dict.fromkeys(piece.target for channel in channels.values() for piece in channel.outgoing)
     )

@@ -37,6 +37,11 @@ class CheckedPlan:
             use=row_use(graph, factors) if use is None else use,
         )
 
+    @property
+    def whole(self) -> CheckedPlan:
+        """The plan with micro-batches that are not sliced, for forwards alone."""
+        return replace(self, plan=replace(self.plan, slices=())) if self.plan.slices else self
+
     def keeping(self, values: Collection[str]) -> CheckedPlan:
         """The plan on the same graph, whose blocks hand on these values, too."""
         blocks = []

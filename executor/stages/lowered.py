@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -13,26 +13,38 @@ import torch
 from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.rules import class_weights
+from meshwright.costmodel.schedules import Instruction
 from meshwright.costmodel.sharding import TotalKind
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.context_attention import KeyValueCache
-from meshwright.executor.lowering import Context, Lowered, Lowering, State
+from meshwright.executor.lowering import Context, Lowered, Lowering, State, boundary_placement
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import SliceAxis, slice_axes
 from meshwright.executor.stages.batches import Rows
 from meshwright.executor.stages.buffers import buffer_placements
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.rank_parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
-from meshwright.executor.transfers import Channels, stage_channels
+from meshwright.executor.transfers import Channel, Channels, stage_channels
 from meshwright.planner.plan import arriving_states, away_blocks, crossings, segments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoweredStage:
-    """A stage for batches of one shape: its `graphs`, and what runs them.
+class StagePart:
+    """Graphs of a stage for whole micro-batches, or for one of their slices, and the channels that
+    carry the sends of it."""
 
-    `beside` are the sends that stages of this rank read, by stage, and `channels` carry the others.
+    graphs: StageGraphs
+    channels: Channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredStage:
+    """A stage for batches of one shape: its `parts`, one for each slice of a micro-batch, and what
+    runs them.
+
+    `beside` are the sends that stages of this rank read, by stage, which channels don't carry.
     `totals` are taken over the batch before the step, in this order; `counts` finds the targets of
     one micro-batch, `losses` says which loss has which, with its ignored index and class weights.
     `outer` are its layouts on the axes of rows and, where there is one, of context. `stored` gives
@@ -40,9 +52,8 @@ class LoweredStage:
     `handed` is the state of each value that is kept for the caller of an evaluation.
     """
 
-    graphs: StageGraphs
+    parts: tuple[StagePart, ...]
     beside: Mapping[int, tuple[str, ...]]
-    channels: Channels
     totals: tuple[Total, ...]
     counts: Lowered | None
     losses: Mapping[str, tuple[str, int, str | None]]
@@ -50,6 +61,17 @@ class LoweredStage:
     stored: Mapping[str, State]
     buffers: Mapping[str, tuple[str, sharding.Placement]]
     handed: Mapping[str, State]
+
+    @property
+    def graphs(self) -> StageGraphs:
+        """The graphs of the first slice, or of whole micro-batches."""
+        return self.parts[0].graphs
+
+    def channels(self, message: Instruction) -> Mapping[str, Channel]:
+        """The channels of a message to a stage of another rank, or from it."""
+        part = self.parts[message.microbatch % len(self.parts)]
+        assert message.peer is not None
+        return part.channels[message.action, message.peer]
 
     @property
     def reads(self) -> frozenset[str]:
@@ -91,7 +113,10 @@ class StageLowering:
         self.arriving = arriving_states(plan, graph, checked.assignments)
         self.split = {value: state for of in self.arriving for value, state in of.items()}
         self._layouts: dict[tuple[int, int, str], tuple[sharding.DataLayout, ...]] = {}
-        self._classes: dict[Any, Any] = {}  # of blocks, lowered once for all stages
+        self.slices: list[SliceAxis | None] = [*slice_axes(plan.slices)] or [None]
+        self.slice_layout = sharding.slice_layout(graph, self.table) if plan.slices else None
+        # of blocks, lowered once for all stages, by slice
+        self._classes = [dict[Any, Any]() for _ in self.slices]
 
     def blocks(self, k: int) -> list[Block]:
         """The blocks of a stage."""
@@ -110,39 +135,28 @@ class StageLowering:
         prologue = _prologue(lowering, graph, blocks, updates)
         buffers = buffer_placements(graph, blocks, layouts, chosen, prologue, updates)
         held_as = {name: placement for name, (_, placement) in buffers.items()}
-        states = dict(self.arriving[k])  # then as the blocks before leave them
-        lowered = []
-        for block in blocks:
-            inputs = {n: states[n] for n in block.inputs if n in states}
-            of, assignment = layouts[block.name], chosen[block.name]
-            lowered.append(lowering.block(block, of, assignment, inputs, stored, held_as))
-            states |= {n: assignment.states[n] for n in block.outputs}
-        handed = self._handed(blocks, lowering.context, states)
-        counts, losses = _counts(graph, blocks, lowered, lowering)
+        made = dict(self.arriving[k])
+        made |= {n: chosen[b.name].states[n] for b in blocks for n in b.outputs}
+        handed = self._handed(blocks, lowering.context, made)
+        shared = self._graphs(k, prologue, updates, tuple(handed))
+        parts = []
+        for number, _ in enumerate(self.slices):
+            lowered = self._blocks(k, number, layouts, outer, (stored, held_as))
+            shape_of = partial(self._shape, self.slices[number])
+            channels = stage_channels(
+                k, self.edges, graph, place, self._outer, self.split, shape_of
+            )
+            graphs = replace(shared, blocks=tuple(lowered))
+            parts.append(StagePart(graphs=graphs, channels=channels))
+        counts, losses = _counts(graph, blocks, parts[0].graphs.blocks, lowering)
         targets = counts.outputs if counts else ()
-        graphs = StageGraphs(
-            prologue=prologue,
-            blocks=tuple(lowered),
-            constants={n: t.to(place.device) for n, t in graph.constants.items()},
-            sends=tuple(
-                dict.fromkeys(n for (s, _), ns in self.edges.items() if s == k for n in ns)
-            ),
-            loss=graph.loss if any(graph.loss in b.outputs for b in blocks) else None,
-            updates=updates,
-            once=sharding.written_once(graph),
-            differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
-            outputs=tuple(handed),
-            segments=tuple(segments_of(blocks, self.plan.stages[k].segments, graph.loss)),
-            away=away_blocks(self.plan.stages[k]),
-        )
         return LoweredStage(
-            graphs=graphs,
+            parts=tuple(parts),
             beside={
                 j: names
                 for (i, j), names in self.edges.items()
                 if i == k and place.meshes[j].ranks == mesh.ranks
             },
-            channels=stage_channels(k, self.edges, graph, place, self._outer, self.split),
             totals=self._totals(lowering, (*prologue.outputs, *targets)),
             counts=counts,
             losses=losses,
@@ -151,6 +165,58 @@ class StageLowering:
             buffers=buffers,
             handed=handed,
         )
+
+    def _graphs(
+        self, k: int, prologue: Lowered, updates: Mapping[str, str], outputs: tuple[str, ...]
+    ) -> StageGraphs:
+        """The graphs of a stage without its blocks."""
+        graph, stage, blocks = self.graph, self.plan.stages[k], self.blocks(k)
+        sends = (n for (source, _), names in self.edges.items() if source == k for n in names)
+        return StageGraphs(
+            prologue=prologue,
+            blocks=(),
+            constants={n: t.to(self.place.device) for n, t in graph.constants.items()},
+            sends=tuple(dict.fromkeys(sends)),
+            loss=graph.loss if any(graph.loss in b.outputs for b in blocks) else None,
+            updates=updates,
+            once=sharding.written_once(graph),
+            differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
+            outputs=outputs,
+            segments=tuple(segments_of(blocks, stage.segments, graph.loss)),
+            away=away_blocks(stage),
+        )
+
+    def _blocks(
+        self,
+        k: int,
+        number: int,
+        layouts: Mapping[str, sharding.BlockLayouts],
+        outer: Sequence[sharding.DataLayout],
+        held: tuple[Mapping[str, State], Mapping[str, sharding.Placement]],
+    ) -> list[Lowered]:
+        """The blocks of a stage for a slice; `held` are the states of its parameters and
+        buffers."""
+        blocks, chosen, (stored, held_as) = self.blocks(k), self.assignments[k], held
+        lowering = self._lowering(k, blocks, outer, number)
+        if self.slices[number] is not None:  # of which each has all
+            stored = {name: (*s[:-1], sharding.R, s[-1]) for name, s in stored.items()}
+        states, lowered = dict(self.arriving[k]), []  # then as the blocks before leave them
+        for block in blocks:
+            inputs = {n: states[n] for n in block.inputs if n in states}
+            of, assignment = layouts[block.name], chosen[block.name]
+            lowered.append(lowering.block(block, of, assignment, inputs, stored, held_as))
+            states |= {n: assignment.states[n] for n in block.outputs}
+        return lowered
+
+    def _shape(self, axis: SliceAxis | None, value: str) -> tuple[int, ...]:
+        """The shape of a value, of which a slice has its tokens."""
+        shape = self.graph.values[value].shape
+        if axis is None or self.slice_layout is None:
+            return shape
+        tokens = boundary_placement(self.graph, self.slice_layout, value)
+        if not tokens.sharded:
+            return shape
+        return *shape[: tokens.dim], axis.part(shape[tokens.dim])[1], *shape[tokens.dim + 1 :]
 
     def _handed(
         self, blocks: Sequence[Block], context: Context, states: Mapping[str, sharding.Placement]
@@ -173,16 +239,23 @@ class StageLowering:
         return self._layouts[key]
 
     def _lowering(
-        self, k: int, blocks: Sequence[Block], outer: Sequence[sharding.DataLayout]
+        self,
+        k: int,
+        blocks: Sequence[Block],
+        outer: Sequence[sharding.DataLayout],
+        number: int | None = None,
     ) -> Lowering:
+        """The lowering of whole micro-batches, or of a slice."""
         place, stage = self.place, self.plan.stages[k]
+        slices = None if number is None else self.slices[number]
+        tokens = next((x for x in outer if isinstance(x, sharding.ContextLayout)), None)
         context = Context(
             graph=self.graph,
             table=self.table,
             data=outer[0],
             data_axis=place.rows,
-            context=next((x for x in outer if isinstance(x, sharding.ContextLayout)), None),
-            context_axis=place.context,
+            context=self.slice_layout if slices else tokens,
+            context_axis=slices or place.context,
             tensor_axis=place.tensor,
             exchange=place.exchange,
             device=place.device,
@@ -199,7 +272,7 @@ class StageLowering:
             context=context,
             backend=self.backend,
             policies=dict(zip(stage.blocks, stage.policies, strict=True)),
-            classes=self._classes,
+            classes=self._classes[number or 0],
         )
 
     def _kinds(self, op: Op) -> dict[str, sharding.TotalKind]:

@@ -23,13 +23,14 @@ from meshwright.executor.backward import WeightGradientQueue, accumulate
 from meshwright.executor.host_values import is_sent
 from meshwright.executor.parameters import Reducer
 from meshwright.executor.ranks import progress
-from meshwright.executor.stages.stage import Pass, StageProgram
-from meshwright.executor.transfers import Channels, handed, release
+from meshwright.executor.stages.lowered import LoweredStage
+from meshwright.executor.stages.stage import KeptByBlock, Pass, StageProgram
+from meshwright.executor.transfers import handed, release
 
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
 Key = tuple[Action, int, int, int]  # (receive action, stage, peer, micro-batch)
-Unit = tuple[int, int]  # (stage, micro-batch)
+Unit = tuple[int, int]  # (stage, micro-batch, or slice of all slices of all micro-batches)
 
 
 class Phase(StrEnum):
@@ -46,17 +47,31 @@ Keep = Callable[[int, int, Mapping[str, torch.Tensor]], None]  # (stage, micro-b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStage:
-    """A stage for one step. `channels` go to stages of other ranks, by (action, peer); `beside`
-    names the values that stages of this rank read, by stage; `last` is the micro-batch of the
-    step's last backward here."""
+    """A stage for one step, `lowered` for its batch; `last` is the unit of the step's last backward
+    here."""
 
     program: StageProgram
-    channels: Channels
-    beside: Mapping[int, tuple[str, ...]]
+    lowered: LoweredStage
     reducer: Reducer
     inputs: Callable[[int], Mapping[str, torch.Tensor]]
     counts: Mapping[str, torch.Tensor]
     last: int
+
+    @property
+    def beside(self) -> Mapping[int, tuple[str, ...]]:
+        """The values that stages of this rank read, by stage."""
+        return self.lowered.beside
+
+    @property
+    def slices(self) -> int:
+        """Parts in which a micro-batch goes through."""
+        return len(self.lowered.parts)
+
+    def take(self, unit: int) -> int:
+        """Run the graphs of this unit from now on; returns its micro-batch."""
+        microbatch, part = divmod(unit, self.slices)
+        self.program.take(self.lowered.parts[part].graphs)
+        return microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +118,7 @@ class PipelineRun:
         self.gradients: dict[Unit, dict[str, torch.Tensor]] = {}
         self.input_gradients: dict[Unit, dict[str, torch.Tensor]] = {}
         self.put_off: dict[Unit, list[Any]] = {}
+        self.kept: dict[Unit, KeptByBlock] = {}  # of earlier slices, by micro-batch
         self.posted: dict[Key, dict[str, list[Any]]] = {}
         self.handed: dict[Unit, list[torch.Tensor]] = {}  # outputs that are to be sent alone
         self.losses: list[torch.Tensor] = []
@@ -135,9 +151,7 @@ class PipelineRun:
         for instruction in part.arriving:
             if instruction in taken:
                 continue
-            assert instruction.peer is not None
-            channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
-            for channel in channels.values():
+            for channel in self.stages[instruction.stage].lowered.channels(instruction).values():
                 channel.finish(channel.post())
 
     def _play(self, stream: Sequence[Instruction]) -> None:
@@ -187,10 +201,12 @@ class PipelineRun:
             into |= {name: done.produced[name].detach() for name in names}
 
     def run_forward(self, instruction: Instruction) -> Pass:
-        """The forward of a micro-batch."""
-        s, k = instruction.stage, instruction.microbatch
-        stage, received = self.stages[s], self.activations.pop((s, k), {})
-        return stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k))
+        """The forward of a micro-batch, or of a slice."""
+        unit = s, _ = instruction.stage, instruction.microbatch
+        stage, received = self.stages[s], self.activations.pop(unit, {})
+        k = stage.take(instruction.microbatch)
+        kept = self.kept.setdefault((s, k), {}) if stage.slices > 1 else None
+        return stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k), kept)
 
     def _backward(self, instruction: Instruction) -> None:
         s, k = instruction.stage, instruction.microbatch
@@ -210,7 +226,10 @@ class PipelineRun:
         is_full, last = instruction.action is Action.BACKWARD, k == stage.last
         stage.reducer.before_backward(last=last, whole=is_full)
         output_grads = self.gradients.pop(unit, {})
+        microbatch = stage.take(k)
         grads = stage.program.backward(done, output_grads, self.scale, last=last)
+        if k % stage.slices == 0:  # no slice before it reads what was kept
+            self.kept.pop((s, microbatch), None)
         taken = self.weight_gradients.take()
         if is_full:
             accumulate(taken, stage.reducer.take_gradient)
@@ -236,9 +255,8 @@ class PipelineRun:
     # --- messages ---
 
     def _send(self, instruction: Instruction) -> None:
-        assert instruction.peer is not None
         unit = instruction.stage, instruction.microbatch
-        channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
+        channels = self.stages[instruction.stage].lowered.channels(instruction)
         if instruction.action is Action.SEND_ACTIVATION:
             source = self.passes[unit].produced
             self.read[unit] -= 1
@@ -259,10 +277,9 @@ class PipelineRun:
 
     def _receive(self, instruction: Instruction) -> None:
         self._post_ahead(instruction)
-        assert instruction.peer is not None
         unit = instruction.stage, instruction.microbatch
         posted = self.posted.pop(_key(instruction))
-        channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
+        channels = self.stages[instruction.stage].lowered.channels(instruction)
         store = self.activations if instruction.action is Action.RECV_ACTIVATION else self.gradients
         into = store.setdefault(unit, {})
         for name, works in posted.items():
@@ -272,8 +289,7 @@ class PipelineRun:
         """Post this receive and the next few, in stream order."""
         while self.coming and (_key(upto) not in self.posted or len(self.posted) <= POSTED_AHEAD):
             following = self.coming.popleft()
-            assert following.peer is not None
-            channels = self.stages[following.stage].channels[following.action, following.peer]
+            channels = self.stages[following.stage].lowered.channels(following)
             self.posted[_key(following)] = {n: channel.post() for n, channel in channels.items()}
 
 

@@ -12,13 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.costmodel.memo import Memo
 from meshwright.executor.backward import Away
+from meshwright.executor.context_attention import Kept
 from meshwright.executor.devices import to_device
 from meshwright.executor.host_memory import Aside
 from meshwright.executor.lowering import Lowered, block_salt
 from meshwright.executor.parameters import BlockWeights
 
 _Values: TypeAlias = Mapping[str, torch.Tensor]
+_More: TypeAlias = dict[str, tuple[Any, ...]]
+KeptByBlock: TypeAlias = dict[str, Kept]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +43,7 @@ class BlockModule(nn.Module):
     def __init__(self, lowered: Lowered, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.own = frozenset(parameters).intersection(lowered.arguments)
+        self._called = Memo[tuple[str, ...], Any]()  # by arguments: slices take turns
         for name in lowered.arguments:
             if name in parameters:
                 self.register_parameter(_attribute(name), parameters[name])
@@ -47,10 +52,13 @@ class BlockModule(nn.Module):
     def take(self, lowered: Lowered) -> None:
         """Run this graph from now on; it reads the same parameters."""
         self.lowered = lowered
-        self.given = tuple(n for n in lowered.arguments if n not in self.own)
-        at = {n: k for k, n in enumerate(self.given)}
-        # per argument of the graph: a place among the given, or an attribute
-        self.sources = tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
+        self.given, self.sources = self._called.of(lowered.arguments, lambda: self._call(lowered))
+
+    def _call(self, lowered: Lowered) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
+        """Names that a graph is given; of each argument the place there, or an attribute."""
+        given = tuple(n for n in lowered.arguments if n not in self.own)
+        at = {n: k for k, n in enumerate(given)}
+        return given, tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
 
     def forward(self, *operands: torch.Tensor) -> Any:
         args = [
@@ -148,13 +156,14 @@ class StageProgram(nn.Module):
         received: dict[str, torch.Tensor],
         counts: Mapping[str, torch.Tensor],
         rng: tuple[int, int],
+        kept: KeptByBlock | None = None,
     ) -> Pass:
-        """Run one micro-batch. `inputs` are its raw inputs on this rank, `counts` the loss
-        denominators."""
+        """Run one micro-batch, or a slice of it. `inputs` are its raw inputs on this rank, `counts`
+        the loss denominators, `kept` what blocks keep of its earlier slices."""
         for name, tensor in received.items():
             if name in self.graphs.differentiable:
                 tensor.requires_grad_()
-        return Pass(received=received, produced=self(inputs, received, counts, rng))
+        return Pass(received=received, produced=self(inputs, received, counts, rng, kept))
 
     def forward(
         self,
@@ -162,6 +171,7 @@ class StageProgram(nn.Module):
         received: Mapping[str, torch.Tensor],
         counts: Mapping[str, torch.Tensor],
         rng: tuple[int, int],
+        kept: KeptByBlock | None = None,
     ) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {**self.tensors, **inputs, **received}
         values |= {name: getattr(self, attribute) for name, attribute in self.shared.items()}
@@ -171,10 +181,14 @@ class StageProgram(nn.Module):
         values |= dict(zip(prologue.outputs, outputs, strict=True))
         random = self._random_states(rng)
         staying = (*values.values(), *counts.values(), *random.values())
+        more: _More = {name: (state,) for name, state in random.items()}
+        kept = {} if kept is None else kept
+        for name in (block.lowered.name for block in self.blocks if block.lowered.keeps):
+            more[name] = *more.get(name, ()), kept.setdefault(name, {})
         saved = Away(self.aside, self.device, staying) if self._sends else None
         for span in self.graphs.spans:
             with self._saving(saved, span):
-                self._span(span, values, counts, random)
+                self._span(span, values, counts, more)
             if saved is not None:
                 self._let_go(values, span.stop)
         if saved is not None:
@@ -220,15 +234,15 @@ class StageProgram(nn.Module):
                     values.pop(name, None)
 
     def _span(
-        self, span: range, values: dict[str, torch.Tensor], counts: _Values, random: _Values
+        self, span: range, values: dict[str, torch.Tensor], counts: _Values, more: _More
     ) -> None:
         """Run a span of blocks, and add to the values what it makes."""
         if len(span) > 1 and torch.is_grad_enabled():
-            values |= self._segment(span, values, counts, random)
+            values |= self._segment(span, values, counts, more)
             return
         for block in self.blocks[span.start : span.stop]:
             self._announce(block)
-            outputs = _run(block, values, counts, random)
+            outputs = _run(block, values, counts, more)
             if self.away is not None and block.lowered.name in self.away.away:
                 self._return(block.lowered.name, outputs.values())
             values |= outputs
@@ -247,7 +261,7 @@ class StageProgram(nn.Module):
                 x.register_hook(lambda _: again(block))
 
     def _segment(
-        self, span: range, values: _Values, counts: _Values, random: _Values
+        self, span: range, values: _Values, counts: _Values, more: _More
     ) -> dict[str, torch.Tensor]:
         """Values of a segment that later blocks read, or the stage hands on; in its backward it
         runs again."""
@@ -268,7 +282,7 @@ class StageProgram(nn.Module):
             for block in blocks:
                 if not again:
                     self._announce(block)
-                local_values |= _run(block, local_values, counts, random)
+                local_values |= _run(block, local_values, counts, more)
                 if again and block is not blocks[-1] and isinstance(block, FSDPModule):
                     block.reshard()  # which it leaves to the backward, if it runs in one
             return tuple(local_values[n] for n in leaving)
@@ -327,13 +341,12 @@ class StageProgram(nn.Module):
 
 
 def _run(
-    block: BlockModule, values: _Values, counts: _Values, random: _Values
+    block: BlockModule, values: _Values, counts: _Values, more: _More
 ) -> dict[str, torch.Tensor]:
-    """One block's outputs."""
+    """One block's outputs; `more` is what it takes beside values, by its name."""
     lowered = block.lowered
     args = [values[n] for n in block.given] + [counts[n] for n in lowered.losses]
-    if lowered.random:
-        args.append(random[lowered.name])
+    args += more.get(lowered.name, ())
     return dict(zip(lowered.outputs, block(*args), strict=True))
 
 

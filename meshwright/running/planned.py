@@ -19,7 +19,7 @@ from meshwright.executor.ranks import launch, progress
 from meshwright.executor.runtime import RunOptions, Runtime
 from meshwright.executor.stages import BatchShape, CheckedPlan
 from meshwright.planner.batch import batch_rows, input_leaves
-from meshwright.planner.plan import Plan, fingerprint, graph_for
+from meshwright.planner.plan import Plan, fingerprint, graph_for, slices_at, tensor_multiple
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running.data_parallel import DataParallel
@@ -155,6 +155,16 @@ class OtherShapes:
             example = in_order_of(traced.example, pytree.tree_unflatten(leaves, spec))
             traced = self.traced.with_example(example)
         graph, factors = traced.in_microbatches(*sizes)
+        if plan.slices:
+            tokens = 0 if factors.sequence is None else factors.sizes[factors.sequence]
+            plan = replace(plan, slices=slices_at(plan, tokens))
+            if tokens and not plan.slices:
+                warnings.warn(
+                    f"sequences of {tokens} tokens run whole: the tensor axis does not divide them "
+                    "into slices, which take less memory. Way out: pad to a multiple of "
+                    f"{tensor_multiple(stage.tp for stage in plan.stages)}",
+                    stacklevel=2,
+                )
         if fingerprint(graph) != plan.model and known:  # of masks some may have taken all
             traced = self.traced.with_example(example, by_index=True)
             graph, factors = traced.in_microbatches(*sizes)

@@ -65,12 +65,24 @@ def _flag(decision: Decision) -> dict[str, Any]:
     if decision.parts:
         text = f"{decision.what}, of {', '.join(decision.parts)}"
         return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": text}
+    if decision.sizes:
+        return {"type": _sizes, "metavar": "COUNT|SIZE,..", "help": decision.what}
     kind = str if decision.legal and isinstance(next(iter(decision.legal)), str) else int
     text = f"{decision.what}: {decision.values if decision.legal else 'an integer from 1'}"
     if not decision.by_block:
         return {"type": kind, "help": text}
     text += "; repeatable with GLOB=VALUE"
     return {"action": "append", "type": _by_block(kind), "metavar": "[GLOB=]VALUE", "help": text}
+
+
+def _sizes(text: str) -> int | tuple[int, ...]:
+    """Reader of a count, or of sizes after commas."""
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        legal = "a number, or sizes after commas, e.g. 4096,2048,2048"
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: {legal}") from None
+    return sizes if "," in text else sizes[0]
 
 
 def _part(text: str) -> tuple[str, float]:

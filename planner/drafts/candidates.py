@@ -29,8 +29,17 @@ from meshwright.planner.plan import (
     express_shardings,
     sent_in_parts,
     stage_on,
+    tensor_multiple,
 )
-from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_blocks, stage_blocks
+from meshwright.planner.pricing import (
+    Evaluation,
+    StageCoster,
+    attention_part,
+    evaluate,
+    even_work,
+    price_blocks,
+    stage_blocks,
+)
 from meshwright.planner.stages import choose_policies, freed_bytes
 from meshwright.profiles.cluster import Cluster
 
@@ -80,13 +89,16 @@ def make_draft(
     global_batch_size: int,
     memory_bytes: float,
     free_bytes: float = 0.0,
+    slices: Sequence[int] = (),
 ) -> PlanDraft:
-    """Stages priced by simulation, memory from their blocks; devices leave `free_bytes` free."""
+    """Stages priced by simulation, memory from their blocks; devices leave `free_bytes` free.
+    Where the pipeline takes slices without given sizes, they are those of even work."""
     placed = zip(stages, _ranks(stages, pipeline, coster.cluster), strict=True)
     plan = Plan(
         model=coster.fingerprint,
         global_batch_size=global_batch_size,
-        num_microbatches=pipeline.num_microbatches,
+        num_microbatches=pipeline.num_microbatches // pipeline.slices,
+        slices=tuple(slices) or _slices(coster, stages, pipeline),
         schedule=pipeline.schedule,
         precision=coster.problem.precision,
         stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
@@ -110,6 +122,23 @@ def make_draft(
         lacks_bytes=fullest - memory_bytes,
         room_bytes=min(memory_bytes, max(memory_bytes - free_bytes, fullest)),
     )
+
+
+def _slices(
+    coster: StageCoster, stages: Sequence[StageDraft], pipeline: Pipeline
+) -> tuple[int, ...]:
+    """Sizes of a pipeline's slices, of even work on the stage that takes longest; none where it
+    takes whole micro-batches."""
+    if pipeline.slices == 1:
+        return ()
+    slowest = max(stages, key=lambda d: d.costs.forward_s + d.costs.backward_s)
+    blocks = coster.graph.blocks[slowest.start : slowest.stop]
+    attention = attention_part(coster, slowest.setup.setting, blocks, slowest.costs)
+    sequence = coster.problem.factors.sequence
+    assert sequence is not None, "a model whose tokens can be sliced"
+    length = coster.problem.factors.sizes[sequence]
+    multiple = tensor_multiple(d.setup.mesh.tp for d in stages)
+    return even_work(length, pipeline.slices, attention, multiple)
 
 
 def _assignments(stages: Sequence[StageDraft]) -> list[dict[str, Assignment]]:

@@ -123,7 +123,8 @@ class Drafter:
     ) -> PlanDraft:
         """Stages of a pipeline, simulated; so many bytes of each device are to stay free."""
         batch, room = self.global_batch_size, self.space.memory_bytes
-        return make_draft(self.programs.coster, stages, pipeline, batch, room, free_bytes)
+        coster, sizes = self.programs.coster, self.space.slice_sizes
+        return make_draft(coster, stages, pipeline, batch, room, free_bytes, sizes)
 
     def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written, with as little off its

@@ -97,7 +97,6 @@ class EqualStages:
         self._works: dict[tuple[Mesh, int, int], tuple[float, float]] = {}
         # by chain, sharing, relief, stepping, policies
         self._levels = Memo[tuple[Any, ...], RecomputeLevels]()
-        self._tried = Memo[int, list[int]]()  # by data-parallel degree
 
     def at_cuts(self, stages: np.ndarray) -> np.ndarray:
         """(C, C) of (K+1, K+1): stages between positions that may be cut."""
@@ -123,7 +122,7 @@ class EqualStages:
                     )
 
     def _setting(self, mesh: Mesh, m: int, sharing: Sharing = UNSHARED) -> Setting:
-        batch = Batch(rows=self.space.global_batch_size / m / mesh.dp, microbatches=m)
+        batch = self.space.batch(mesh, m)
         stepping = self.space.restrictions.steppings[0]
         return self.programs.coster.setting(mesh, batch, sharing, stepping=stepping)
 
@@ -136,8 +135,9 @@ class EqualStages:
     def mesh_choices(self, m: int) -> Iterator[MeshChoice]:
         """All meshes that try m micro-batches, with bounds that need no chain."""
         for groups in self.space.stage_counts():
-            for mesh in self.space.meshes(self.space.cluster.num_devices // groups, m):
-                if m in self._tried.of(mesh.dp, partial(self.space.tried_counts, mesh.dp)):
+            devices = self.space.cluster.num_devices // groups
+            for mesh in (*self.space.meshes(devices, m), *self.space.sliced_meshes(devices, m)):
+                if self.space.tries(mesh, m, groups):
                     yield from self.placed(mesh, m, groups)
 
     def placed(self, mesh: Mesh, m: int, groups: int) -> Iterator[MeshChoice]:
@@ -145,7 +145,7 @@ class EqualStages:
         if not self.floor.allows(mesh, m, groups):
             return
         work = self._work(mesh, m, groups)
-        schedules = self.space.schedules(groups, m)
+        schedules = self.space.schedules(groups, m, slices=self.space.slices(mesh, m))
         bound_s = min((p.record.bound_s(*work, m, groups) for p in schedules), default=math.inf)
         if np.isfinite(bound_s):
             for placed in self.space.placements(mesh, groups):
@@ -199,7 +199,8 @@ class EqualStages:
         self, setup: StageSetup, choice: MeshChoice
     ) -> Iterator[tuple[StageSetup, list[Pipeline]]]:
         """A setup with its pipelines, then with those whose optimizers may step otherwise."""
-        pipelines = self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing)
+        m, slices = choice.num_microbatches, self.space.slices(choice.mesh, choice.num_microbatches)
+        pipelines = self.space.schedules(choice.groups, m, setup.sharing, slices)
         yield setup, pipelines
         for stepping in self.space.other_steppings:
             may = [p for p in pipelines if self.space.may_step(stepping, p, setup.sharing)]
@@ -733,8 +734,7 @@ class MemoryFloor:
         self, mesh: Mesh, m: int, kinds: Sums, policy: str, groups: int = 2
     ) -> list[tuple[Floats, Floats]]:
         """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
-        rows, stepping = self.space.global_batch_size / m / mesh.dp, self._stepping(m, groups)
-        batch = Batch(rows=rows, microbatches=m)
+        batch, stepping = self.space.batch(mesh, m), self._stepping(m, groups)
         setting = self.programs.coster.setting(mesh, batch, stepping=stepping)
         ranks = _reference(mesh).devices
         among, frozen = kinds.shard_parameters * ranks, kinds.frozen_shard_bytes * ranks  # on one

@@ -223,12 +223,13 @@ class Layouts:
 
     def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
         """(N,): approximate seconds of steps of layouts, (N, P+1)."""
-        (m, groups, _), costs = self.combination.pipeline.shape, self.costs(cuts)
-        if m <= ALL_ROUNDS * groups:  # which a draft has been simulated with
+        pipeline, costs = self.combination.pipeline, self.costs(cuts)
+        m, each = pipeline.num_microbatches, pipeline.round
+        if m <= ALL_ROUNDS * each:  # which a draft has been simulated with
             return self._simulated_s(costs, sends, m)
-        few = ROUNDS * groups + m % groups
-        first, more = (self._simulated_s(costs, sends, n) for n in (few, few + groups))
-        return np.asarray(first + (more - first) * (m - few) / groups)
+        few = ROUNDS * each + m % each
+        first, more = (self._simulated_s(costs, sends, n) for n in (few, few + each))
+        return np.asarray(first + (more - first) * (m - few) / each)
 
     def costs(self, cuts: np.ndarray) -> StageCosts[Floats]:
         """(N, stages): costs of the stages of layouts, of both copies."""

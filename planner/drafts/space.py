@@ -8,7 +8,8 @@ Left out, because something in the space is never worse under the cost model:
     GPipe beside 1F1B in the stage DP                1F1B is as fast, holds less (both are judged)
 
 Left out for other reasons, unless asked for: sequences cut into pieces of less than 4,096 tokens,
-in which attention kernels lose more than the price knows; stages that straddle nodes without
+in which attention kernels lose more than the price knows; token slices of micro-batches of several
+rows (slices of fewer rows are as small, and hold less); stages that straddle nodes without
 filling them; different meshes with numbers of micro-batches far from the best equal ones; tensor
 parallelism across nodes; what a schedule's record excludes (itself, ZeRO stages, recompute).
 """
@@ -18,22 +19,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
 
 from meshwright.costmodel.compressed import COMPRESSED
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh, Stepping
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule, in_flight
-from meshwright.costmodel.sharding import FactorTable
+from meshwright.costmodel.sharding import FactorTable, why_not_sliced
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
+from meshwright.planner.decisions import slices_in
 from meshwright.planner.drafts.reliefs import Relief, legal_stages, reliefs, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
@@ -45,10 +48,15 @@ from meshwright.planner.plan import (
     kept_together,
     ulysses_degrees,
 )
+from meshwright.planner.plan.slices import WAY_OUT
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import shown
 
 MAX_MICROBATCH_CHOICES = 12
-MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
+MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps, or in a slice
+SLICES = (2, 4, 8, 16, 32)  # that the search tries
+MOST_SLICES = 128
+FULL = 8  # micro-batches for each device group but one that leave little of a pipeline empty
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
@@ -129,11 +137,16 @@ class Space:
 
     # --- micro-batches ---
 
+    @cached_property
+    def _tried(self) -> Memo[int, list[int]]:
+        return Memo()  # by data-parallel degree
+
     def microbatch_counts(self) -> list[int]:
-        """Numbers of micro-batches that some mesh may have: divisors of the global batch. Raises
-        `OverrideError` where it leaves none."""
+        """Numbers of micro-batches that some mesh may have: divisors of the global batch; times
+        the slices that were asked for, of which each counts. Raises `OverrideError` where it
+        leaves none."""
         batch, over = self.global_batch_size, self.restrictions
-        counts = divisors(batch)
+        counts, slices = divisors(batch), self.slices_asked or 1
         for name in ("num_microbatches", "microbatch_size"):
             asked = getattr(over, name)
             if asked is not None and batch % asked:
@@ -152,15 +165,19 @@ class Space:
                 )
             counts = [1]
         if over.num_microbatches is not None:
-            return [over.num_microbatches]
-        if over.microbatch_size is not None:
+            counts = [over.num_microbatches]
+        elif over.microbatch_size is not None:
             counts = [m for m in counts if batch // m % over.microbatch_size == 0]
-        return counts
+        return [m * slices for m in counts]
 
     def tried_counts(self, dp: int = 1) -> list[int]:
+        """`_thinned` for a degree, found once."""
+        return self._tried.of(dp, partial(self._thinned, dp))
+
+    def _thinned(self, dp: int) -> list[int]:
         """Numbers of micro-batches to try on meshes of this data-parallel degree: those that leave
         each rank whole rows, thinned to a dozen between the least and the most."""
-        counts = [m for m in self.microbatch_counts() if self.global_batch_size // m % dp == 0]
+        counts = [m for m in self.microbatch_counts() if self.rows(m) % dp == 0]
         if len(counts) > MAX_MICROBATCH_CHOICES:
             wanted = np.geomspace(1, counts[-1], MAX_MICROBATCH_CHOICES)
             counts = sorted({_nearest(counts, float(w)) for w in wanted})
@@ -168,11 +185,111 @@ class Space:
 
     def between(self, dp: int, m: int) -> list[int]:
         """Numbers of micro-batches that thinning left out, between those tried next to m."""
-        tried, batch = self.tried_counts(dp), self.global_batch_size
+        tried = self.tried_counts(dp)
         low = max((n for n in tried if n < m), default=m)
         high = min((n for n in tried if n > m), default=m)
         between = (n for n in self.microbatch_counts() if low < n < high and n != m)
-        return [n for n in between if batch // n % dp == 0]
+        return [n for n in between if self.rows(n) % dp == 0]
+
+    # --- token slices: m counts what goes through a stage at a time, be it micro-batches or slices
+
+    @cached_property
+    def slices_asked(self) -> int | None:
+        """Slices of each micro-batch, where the user says how many. Raises `OverrideError` where
+        the model has none."""
+        asked = self.restrictions.slices
+        count = None if asked is None else slices_in(asked)
+        if count in (None, 1):
+            return count
+        if why := self.unsliced:
+            raise OverrideError(
+                f"={shown(asked)}: {why}", place="override slices", legal="1", way_out=WAY_OUT
+            )
+        length, tp = self._length, self.restrictions.uniform("tp") or 1
+        if count > (most := min(MOST_SLICES, length // tp)):
+            raise OverrideError.refused("override slices", asked, legal=f"1 to {most}")
+        if length % tp or any(size % tp for size in self.slice_sizes):
+            raise OverrideError(
+                f"={shown(asked)} with tp={tp}: the tensor axis splits the tokens of each slice",
+                place="override slices",
+                legal=f"multiples of {tp} that add up to the {length} tokens",
+                way_out="give such sizes, pad the sequences, or another tp",
+            )
+        if not isinstance(asked, int) and asked and sum(asked) != length:
+            raise OverrideError(
+                f"={shown(asked)} are {sum(asked)} tokens in all",
+                place="override slices",
+                legal=f"sizes that add up to {length}, or how many there are to be",
+            )
+        return count
+
+    @property
+    def slice_sizes(self) -> tuple[int, ...]:
+        """The tokens of each slice, where the user says; else none."""
+        asked = self.restrictions.slices
+        return () if asked is None or isinstance(asked, int) or len(asked) < 2 else tuple(asked)
+
+    @cached_property
+    def unsliced(self) -> str:
+        """Why micro-batches can't go through a pipeline in token slices; empty where they can."""
+        if self.problem.meetings:
+            return kept_together(self.problem.meetings)
+        return why_not_sliced(self.graph, self.factors)
+
+    @property
+    def _length(self) -> int:
+        sequence = self.factors.sequence
+        return 0 if sequence is None else self.factors.sizes[sequence]
+
+    def rows(self, m: int) -> int:
+        """Rows of a micro-batch where m, or slices of them, go through; 0 where m is none."""
+        rows, rest = divmod(self.global_batch_size * (self.slices_asked or 1), m)
+        return 0 if rest else rows
+
+    def slices(self, mesh: Mesh, m: int) -> int:
+        """Slices of each micro-batch where m of them go through: 1 for whole ones. Where nothing
+        is asked, those are cut that have one row on each rank."""
+        return self.slices_asked or max(1, m * mesh.dp // self.global_batch_size)
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Numbers of slices that are tried where nothing is asked."""
+        decided = self.slices_asked or self.restrictions.microbatch_size not in (None, 1)
+        decided = decided or not self.problem.target.gradients_come
+        cuts = [n for n in SLICES if not decided and self._length // n >= MIN_CONTEXT]
+        return [] if cuts and self.unsliced else cuts
+
+    def counts(self) -> list[int]:
+        """`microbatch_counts`, and those of slices that some mesh may have."""
+        return sorted({m * n for m in self.microbatch_counts() for n in (1, *self._cuts)})
+
+    def tries(self, mesh: Mesh, m: int, groups: int) -> bool:
+        """Whether m is tried on a mesh: whole micro-batches as thinned out; slices where whole ones
+        leave a pipeline of so many device groups empty for long, and no more than fill it."""
+        slices = self.slices(mesh, m)
+        if self.slices_asked or slices == 1:
+            return m in self.tried_counts(mesh.dp)
+        few = FULL * (groups - 1)
+        return m // slices < few and m < 2 * few
+
+    def sliced_meshes(self, devices: int, m: int) -> list[Mesh]:
+        """Every mesh of so many devices whose data ranks, with one row each of a micro-batch, cut
+        it so that m go through, where nothing is asked."""
+        meshes = []
+        for tp in divisors(devices) if self._cuts else ():
+            slices, rest = divmod(m * devices // tp, self.global_batch_size)
+            if rest or slices not in self._cuts or m // slices not in self.microbatch_counts():
+                continue
+            if self._length % tp:
+                continue
+            shared = divisors(math.gcd(self.experts, devices // tp))
+            meshes += [Mesh(dp=devices // tp, tp=tp, ep=ep) for ep in shared]
+        return [mesh for mesh in meshes if self._divides(mesh.tp) and self.allowed(mesh)]
+
+    def batch(self, mesh: Mesh, m: int) -> Batch:
+        """Rows, or those of as many tokens, that a rank of this mesh has at a time, where m go."""
+        rows = self.global_batch_size / m / mesh.dp
+        return Batch(rows=rows, microbatches=m, slices=self.slices(mesh, m))
 
     def notes(self) -> list[str]:
         """Choices that were thinned out, in words."""
@@ -218,15 +335,11 @@ class Space:
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
         """Every mesh of so many devices for m micro-batches."""
-        node, over = self.cluster.devices_per_node, self.restrictions
-        asked = {n for n in over.tp if n}
-        rows = self.global_batch_size // m
+        over, rows = self.restrictions, self.rows(m)
         meshes = []
-        for tp in divisors(devices):
-            if node % tp and tp not in asked:
-                continue
+        for tp in filter(self._divides, divisors(devices)):
             ranks = devices // tp
-            for cp in self._context(ranks, rows):
+            for cp in self._context(ranks, rows) if rows else ():
                 dp = ranks // cp
                 if over.microbatch_size not in (None, rows // dp):
                     continue
@@ -237,11 +350,15 @@ class Space:
                 meshes += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
         return [mesh for mesh in meshes if self.allowed(mesh)]
 
+    def _divides(self, tp: int) -> bool:
+        """Whether a tensor axis lies within a node, or is asked for."""
+        return not self.cluster.devices_per_node % tp or tp in self.restrictions.tp
+
     def _context(self, ranks: int, rows: int) -> list[int]:
         """Context-parallel degrees on so many ranks: the least that lets `rows` divide among the
         rest, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
-        if self.factors.sequence is None:
+        if self.factors.sequence is None or (self.slices_asked or 1) > 1:
             return [cp for cp in legal if cp == 1]
         length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
@@ -251,6 +368,11 @@ class Space:
     def allowed(self, mesh: Mesh) -> bool:
         """Whether some stage may have this mesh."""
         if self._held_twice and mesh.cp * mesh.ep > 1:
+            return False
+        if any(tokens % mesh.tp for tokens in self.slice_sizes):
+            return False
+        slices = self.slices_asked or 1
+        if slices > 1 and (self._length % mesh.tp or slices > self._length // mesh.tp):
             return False
         if self.own_draws and mesh.devices > 1:
             return False
@@ -411,8 +533,12 @@ class Space:
         staggered = pipeline.record.staggered and pipeline.num_devices > 1
         return staggered and not writes and not sharing.gathers
 
-    def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
-        """Equal stages under each schedule; on one device group only the one that holds least."""
+    def schedules(
+        self, groups: int, m: int, sharing: Sharing = UNSHARED, slices: int | None = None
+    ) -> list[Pipeline]:
+        """Equal stages under each schedule; on one device group only the one that holds least.
+        Where m are `slices` of micro-batches, those schedules that take them; None: as asked."""
+        slices = slices or self.slices_asked or 1
         over, most = self.restrictions, len(self.cut_at) - 1
         if self._held_twice and (self._validates or self.reliefs[0].host):
             return []
@@ -420,21 +546,24 @@ class Space:
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
             if not schedule.on_request or len(over.schedules) == 1
+            if slices == 1 or (schedule.sliced and not sharing.gathers)
             if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
             if schedule.copies == 1 or not sharing.compression
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:
+            if slices > 1 and not self.slices_asked:
+                return []
             alone = [
-                Pipeline(name, 1, m, 1)
+                Pipeline(name, 1, m, 1, slices)
                 for name, schedule in legal.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
             # by the micro-batches in flight of two: some free the first before the second starts
-            alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2), 0))
+            alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2 * slices), 0))
             return [] if self._validates else alone[:1]
         return [
-            Pipeline(name, groups * v, m, groups)
+            Pipeline(name, groups * v, m, groups, slices)
             for name, schedule in legal.items()
             for v in schedule.offered(over.virtual_stages)
             if groups * v // schedule.copies <= most

@@ -58,7 +58,8 @@ class Overrides:
     neighbours run again together, of which the first one's input alone is kept (1: none).
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
-    `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
+    `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, `slices`, in
+    how many parts of its tokens each goes through the pipeline, or their sizes (1: whole), the
     `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
     node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
     "ulysses". `stages` lists the blocks of each stage (of one copy of the model). `shardings` maps
@@ -84,6 +85,7 @@ class Overrides:
     virtual_stages: int | None = None
     microbatch_size: int | None = None
     num_microbatches: int | None = None
+    slices: int | Sequence[int] | None = None
     schedule: str | None = None
     placement: str | None = None
     cp_kind: ContextKind | None = None

@@ -57,7 +57,7 @@ def _of_all_stages(plan: Plan) -> dict[str, Any]:
             value = {part: max(p.get(part, 0.0) for p in parts) for part in decision.parts}
             value = value if any(value.values()) else None
         idle = beside and getattr(holders[0], beside) == DECISIONS[beside].off
-        values[name] = None if idle else value or None
+        values[name] = None if idle else value or (1 if decision.sizes else None)
     return values
 
 

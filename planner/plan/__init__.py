@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.plan.ranks import placement_of
     from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
+    from meshwright.planner.plan.slices import slices_at, tensor_multiple
     from meshwright.planner.plan.words import (
         GIB,
         counted,

@@ -24,6 +24,7 @@ from meshwright.planner.plan.loss_parts import check_parts
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
+from meshwright.planner.plan.slices import check_slices
 from meshwright.profiles.inputs import shown
 
 
@@ -65,6 +66,7 @@ def check_plan(
         _check_blocks([plan.stages[k] for k in stages], graph)
     check_ranks(plan)
     check_context(plan, graph, factors)
+    check_slices(plan, graph, factors)
     _check_parameters(plan, graph)
     _check_buffers(plan, graph)
     assignments = plan_assignments(plan, graph, factors, known)

@@ -186,8 +186,9 @@ class Plan:
     `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
-    rows of the loss run in `chunked_loss` parts. `made` are the model's name, the date and the
-    versions that a plan file carries; they decide nothing.
+    rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
+    of so many tokens each; whole where there are none. `made` are the model's name, the date and
+    the versions that a plan file carries; they decide nothing.
     """
 
     model: str
@@ -197,6 +198,7 @@ class Plan:
     precision: str
     stages: tuple[StagePlan, ...]
     chunked_loss: int = 1
+    slices: tuple[int, ...] = ()
     post_validation: bool = False
     optimizer_in_backward: bool = False
     made: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -225,6 +227,11 @@ class Plan:
         """Rows of one micro-batch over all data-parallel ranks of a stage."""
         return self.global_batch_size // self.num_microbatches
 
+    @property
+    def pass_rows(self) -> float:
+        """Rows that have as many tokens as go through a stage at a time, over all its ranks."""
+        return self.microbatch_rows / self.each
+
     def having(self, name: str) -> tuple[StagePlan | Plan, ...]:
         """The stages, the plan itself or nothing: where the plan has a decision."""
         if all(hasattr(stage, name) for stage in self.stages):
@@ -238,19 +245,25 @@ class Plan:
 
     @property
     def passes(self) -> int:
-        """Micro-batches that each stage runs in a step: its copy's share of them."""
-        return self.num_microbatches // self.record.copies
+        """Micro-batches, or slices of them, that each stage runs in a step: its copy's share."""
+        return self.num_microbatches * self.each // self.record.copies
+
+    @property
+    def each(self) -> int:
+        """Slices of a micro-batch, of which a whole one counts as one."""
+        return max(1, len(self.slices))
 
     @property
     def pipeline(self) -> Pipeline:
-        """Micro-batches through the stages on the device groups."""
-        counts = len(self.stages), self.num_microbatches, len(self.devices)
-        return Pipeline(self.schedule, *counts)
+        """Micro-batches, or slices of them, through the stages on the device groups."""
+        counts = len(self.stages), self.num_microbatches * self.each, len(self.devices)
+        return Pipeline(self.schedule, *counts, slices=self.each)
 
     def parts(self, k: int) -> Parts:
         """Everything that the price of stage k depends on, beside the problem."""
         stage = self.stages[k]
-        batch = Batch(rows=self.microbatch_rows / stage.dp, microbatches=self.passes)
+        rows = self.pass_rows / stage.dp
+        batch = Batch(rows=rows, microbatches=self.passes, slices=self.each)
         return Parts(stage.mesh, batch, stage.sharing, stage.host, self.stepping)
 
     @property
@@ -344,9 +357,13 @@ def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any
     values = {}
     for name in names & data.keys():
         decision, value = DECISIONS[name], data[name]
+        if decision.sizes and not isinstance(value, list):
+            raise PlanError.refused(f"{place}: {name}", value, legal="a list of sizes")
         if not decision.accepts(value):
             raise PlanError.refused(f"{place}: {name}", value, legal=decision.values)
         values[name] = {part: float(n) for part, n in value.items()} if decision.parts else value
+        if decision.sizes:
+            values[name] = tuple(value) if len(value) > 1 else ()
     return values
 
 

@@ -19,4 +19,5 @@ from meshwright.planner.pricing.ledger import (
     terms_of,
 )
 from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.slice_work import attention_part, even_work
 from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster, stage_blocks

@@ -30,6 +30,7 @@ from meshwright.planner.plan import (
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.slice_work import SliceWork, held_more, works_of_slices
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
@@ -256,10 +257,11 @@ def price_stages(
     cluster = coster.cluster
     exchanged = exchanges(plan, coster, stages)
     stages = with_exchanges(stages, exchanged)
+    works = works_of_slices(plan, coster, stages)
     crossed = crossings(plan, coster.graph)
     transfers = {e: transfer(plan, coster, e, values, split) for e, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
-    timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends)
+    timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends, works)
     peak = coster.model_flops.peak(cluster.device, plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     pipeline = plan.pipeline
@@ -267,7 +269,7 @@ def price_stages(
     in_memory = [s.in_host_bytes(n) for s, n in zip(stages, active, strict=True)]
     followed = coster.problem.target.gradients_come
     peaks = device_peaks(
-        stages,
+        held_more(plan, stages, active),
         pipeline,
         messages=_message_bytes(plan, coster, crossed, split) if followed else None,
         reserved=cluster.device.reserved_bytes + _batch_bytes(plan, coster),
@@ -311,9 +313,10 @@ def simulated(
     problem: Problem,
     stages: Sequence[StageCosts[float]],
     sends: dict[tuple[int, int], float],
+    works: Sequence[Sequence[SliceWork]] = (),
 ) -> tuple[Timeline, float, float]:
     """The simulated step of a plan whose `sends` between stages take so many seconds, its seconds,
-    and the share of them that devices wait."""
+    and the share of them that devices wait; `works` are those of each slice on each stage."""
     target, edges = problem.target, frozenset(sends)
     blocked = [0.0] * len(stages), [0.0] * len(stages)
     # of a forward and a backward together, one computes while the other exchanges tokens
@@ -335,7 +338,12 @@ def simulated(
         for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
     ]
     streams = build_schedule(plan.pipeline, edges, paired=target.overlap_passes)
-    timeline = simulate(streams, times, sends)
+    slices = [
+        ([work.of(time) for work, time in zip(on_stages, times, strict=True)], of_slice)
+        for on_stages in works
+        for of_slice in [{edge: s * on_stages[0].tokens for edge, s in sends.items()}]
+    ]
+    timeline = simulate(streams, times, sends, slices)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, problem.graph):
         all_ranks = group_for(problem.cluster, size=plan.num_ranks, stride=1)
@@ -393,7 +401,7 @@ def transfer(
     axis in parts, the mean of both ways; the busiest rank's share counts. Stages on the same ranks
     hand over what they hold."""
     ends = [plan.stages[k] for k in edge]
-    rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
+    rows = plan.pass_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
     cp = min(stage.cp for stage in ends)
     rank = Mesh(dp=1, tp=1, cp=cp).of_kind(ends[0].cp_kind)
     setting = coster.setting(rank, Batch(rows=rows))
@@ -403,7 +411,7 @@ def transfer(
     problem, (source, destination) = coster.problem, (stage.ranks for stage in ends)
     tp = min(stage.tp for stage in ends)
     # of a split value each rank sends its part, of its rows
-    share = plan.microbatch_rows / min(stage.dp for stage in ends) / rows / tp
+    share = plan.pass_rows / min(stage.dp for stage in ends) / rows / tp
 
     def of_rank(value: str) -> float:
         rows_alone = problem.factors.has_batch(value)

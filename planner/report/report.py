@@ -387,7 +387,8 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
         row |= {"files": sized(s["flash_bytes"])} if files else {}
         rows.append(row)
     stages = Table(heads=tuple(rows[0]), rows=[tuple(row.values()) for row in rows])
-    per = "  (per micro-batch; comm is the exposed part of forward and backward)"
+    what = "slice, on average" if report.plan.slices else "micro-batch"
+    per = f"  (per {what}; comm is the exposed part of forward and backward)"
     lines: list[Part] = [stages, per]
     if len(shown) < len(report.stages):
         lines.append(

@@ -70,7 +70,9 @@ def memory_needs(equal: EqualStages, choice: MeshChoice) -> Iterator[MemoryNeed]
     m, groups = choice.num_microbatches, choice.groups
     for setup in equal.setups(choice.mesh, m):
         needs = []
-        for pipeline in equal.space.schedules(groups, m, setup.sharing):
+        for pipeline in equal.space.schedules(
+            groups, m, setup.sharing, equal.space.slices(choice.mesh, m)
+        ):
             stages, policies = pipeline.num_stages, equal.policies(setup, pipeline)
             part = setup.chain.typical().times(1 / stages)
             levels = recompute_levels(part, setup.setting, policies, np.array(1.0))

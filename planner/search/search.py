@@ -133,7 +133,7 @@ class Search(Drafter):
             return result
 
     def _meshes(self) -> list[MeshChoice]:
-        counts = self.space.microbatch_counts()
+        counts = self.space.counts()
         return [choice for m in counts for choice in self.equal.mesh_choices(m)]
 
     def _searched(self, meshes: Sequence[MeshChoice]) -> SearchResult | None:
@@ -204,7 +204,7 @@ class Search(Drafter):
     def _between(self) -> list[MeshChoice]:
         """The best draft's mesh with the untried numbers of micro-batches next to its own."""
         best = self._best_draft()
-        if best is None:
+        if best is None or best.plan.slices:
             return []
         mesh, plan = best.stages[0].setup.mesh, best.plan
         return [
@@ -311,7 +311,8 @@ class Search(Drafter):
         for stage in plan.stages:
             if stage.tp == 1 or limit.over():
                 continue
-            batch = Batch(rows=plan.microbatch_rows / stage.dp, microbatches=plan.num_microbatches)
+            count = plan.num_microbatches * plan.each
+            batch = Batch(rows=plan.pass_rows / stage.dp, microbatches=count, slices=plan.each)
             mesh = replace(stage.mesh, spread=1)
             chain = self.programs.chain(self.programs.coster.setting(mesh, batch))
             classes: set[str] = set()

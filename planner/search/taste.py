@@ -121,7 +121,7 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
         groups=groups,
         each=len(stages) // groups,
         common=plan.record.standard,
-        num_microbatches=plan.num_microbatches,
+        num_microbatches=plan.pipeline.num_microbatches,
         sharing=replace(
             first.sharing, zero=max(stage.zero for stage in stages), compressed=compressed
         ),

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from meshwright.costmodel.sharding.strategies import P, Placement, R
 from meshwright.executor.lowering.context import State, local_view
+from meshwright.executor.resharding import Axis
 from meshwright.executor.resharding.reshard import join_parts, local_part
 from tests.helpers.threaded_ranks import Mesh, Rank
 
@@ -30,7 +31,7 @@ def cut(x: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
 
 def shards(x: torch.Tensor, state: State, mesh: Mesh) -> dict[Rank, torch.Tensor]:
     """What each rank of a mesh holds of `x`, cut by the data axis first."""
-    inner = local_view(state[1], state[0], mesh[0])
+    inner = local_view(state[1], state[0], Axis("data", mesh[0], 0))
     return {
         (d, t): leaf
         for d, piece in enumerate(cut(x, state[0], mesh[0]))
@@ -53,7 +54,7 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement, what: str) -> to
 
 def whole(held: Mapping[Rank, torch.Tensor], state: State, mesh: Mesh, what: str) -> torch.Tensor:
     """The inverse of `shards`."""
-    inner = local_view(state[1], state[0], mesh[0])
+    inner = local_view(state[1], state[0], Axis("data", mesh[0], 0))
     rows = [
         joined([held[d, t] for t in range(mesh[1])], inner, f"{what} on the tensor axis")
         for d in range(mesh[0])

@@ -13,7 +13,8 @@ the case's own with the activations between layers split along the sequence); wh
 cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
 global batch; `host50`, percent of the optimizer states in host memory, `weights50` of the weights,
 `nvme50` of the states in files;
-`away50`, of each stage's blocks those whose activations go there; `chunks3`, the parts of the loss.
+`away50`, of each stage's blocks those whose activations go there; `chunks3`, the parts of the loss;
+`slices7+5+4`, the tokens of each slice.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Cell:
     away: int = 0
     nvme: int = 0
     chunks: int = 1
+    slices: tuple[int, ...] = ()
     name: str = ""
 
     @staticmethod
@@ -87,11 +89,13 @@ class Cell:
             **dict.fromkeys(COMPRESSED[1:], "compressed"),
             **dict.fromkeys(("bare", "megatron", "sequence"), "shardings"),
         }  # fmt: skip
-        found: dict[str, str | int] = {}
+        found: dict[str, str | int | tuple[int, ...]] = {}
         for word in words:
             count = re.fullmatch(rf"({'|'.join(_COUNTS)})(\d+)", word)
             if word == "quantized":
                 found["quantized"] = "both"
+            elif word.startswith("slices"):
+                found["slices"] = tuple(map(int, word.removeprefix("slices").split("+")))
             elif word == "spread":
                 found["placement"] = "tp,pp,dp"
             elif count:
@@ -182,4 +186,5 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
         ),
     )
     graph, table = in_parts(of.graph, of.table, cell.chunks)
-    return replace(plan, chunked_loss=cell.chunks), replace(of, graph=graph, table=table)
+    plan = replace(plan, chunked_loss=cell.chunks, slices=cell.slices)
+    return plan, replace(of, graph=graph, table=table)

@@ -343,8 +343,25 @@ def cells_in(table: str) -> tuple[Cell, ...]:
     return tuple(Cell.parse(line) for line in table.splitlines() if line)
 
 
+# token slices, uneven ones: every schedule that takes them, every axis and policy beside
+SLICED = """
+gpt2_tied    pp2              1f1b m2 slices7+5+4
+llama        pp2              1f1b m1 slices9+7 chunks2
+llama        pp2xtp2          zb_h1 m2 slices8+6+2
+gpt2_tied    pp2xtp2          gpipe m2 slices8+4+4 pointwise sequence front
+gpt2_tied    pp2xdp2          interleaved_1f1b m2 v2 zero2 slices7+5+4 full
+llama        pp2xdp2          zb_h2 m2 zero1 slices10+6 bf16
+llama        pp2xdp2          eager_1f1b m2 zero1 slices1+9+6 full
+gpt2_untied  pp4              1f1b m1 slices4+4+4+4
+llama        pp2xtp2          1f1b m2 slices8+8 away50
+llama        pp2xdp2          1f1b m2 zero1 slices9+7 host50
+llama        tp2|dp2          1f1b m2 slices10+6
+llama        1|dp2|1          1f1b m2 slices9+7
+gpt2_tied    dp2xtp2          1f1b m2 slices12+4
+"""
+
 MATRIX = cells_in(TWO_RANKS + FOUR_RANKS + EIGHT_RANKS)
-BEYOND = CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + PURE + CHUNKED + ADAPTERS
+BEYOND = SLICED + CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + PURE + CHUNKED + ADAPTERS
 ALL = (*MATRIX, *cells_in(BEYOND))
 
 # --- the change tier ------------------------------------------------------------------------------
@@ -396,6 +413,7 @@ def _covers(cell: Cell) -> frozenset[Covered]:
         ("precision", PRECISIONS[cell.precision].narrow or cell.precision),
         ("unequal", len(set(meshes)) > 1),
         ("segments", cell.segments > 1), ("chunked", cell.chunks > 1),
+        ("sliced", cell.schedule if cell.slices else ""),
         ("divided", cell.dp_shard is not None), ("hpz", cell.hpz is not None),
         *([("cp_kind", cell.cp_kind)] if cell.cp > 1 else []),
     }  # fmt: skip

@@ -30,7 +30,7 @@ REAL = (
     "gpt2_tied pp2xtp2 interleaved_1f1b m4 v2 full bare",
     "gpt2_tied 1|dp2|1 1f1b m8 zero2 full front",
     "llama pp2xdp2 1f1b m4 zero3 full", "llama pp2xtp2 zb_v m4",
-    "llama_lora dp2 1f1b m2 zero3 bf16",
+    "llama_lora dp2 1f1b m2 zero3 bf16", "llama pp2xdp2 1f1b m2 zero1 slices7+5+4 pointwise",
     "gpt2_untied pp2xdp2xtp2 1f1b m4 zero1 sequence", "gpt2_tied dp8 1f1b m2 zero3 shard4",
 )  # fmt: skip
 KINDS = (

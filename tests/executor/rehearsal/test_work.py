@@ -34,6 +34,7 @@ ALIKE = (
     "gpt2_deep 1 1f1b m2 widening", "gpt2_untied pp2xdp2 1f1b m4 topk-1",
     "gpt2_untied dp4 1f1b m2 powersgd-2 bf16", "gpt2_tied dp2 1f1b m2 zero1",
     "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16", "gpt2_untied pp2xtp2 zb_h1 m4",
+    "llama pp2xtp2 1f1b m2 slices10+6",
     "moe dp2 1f1b m2", "resnet dp2 1f1b m2", "resnet tp2 1f1b m2", "plain_gpt dp2 1f1b m2 full",
 )  # fmt: skip
 # Cells in which ranks send more or less than the price says, by so many bytes of each device group,
@@ -188,6 +189,7 @@ def rehearsed(line: str, on: Cluster) -> tuple[Estimate, float]:
 PRODUCTS = (
     "gpt2_deep pp2 1f1b m8 full", "gpt2_untied tp2 1f1b m2", "mlp pp2 gpipe m4",
     "gpt2_deep 1 1f1b m8 full", "gpt2_deep pp2xdp2 interleaved_1f1b m4 v2",
+    "gpt2_untied pp2 1f1b m1 slices7+5+4",
 )  # fmt: skip
 LINKS = ("gpt2_untied dp2 1f1b m2", "llama tp2 1f1b m2 full")
 PIPELINE = "a pipeline's bubbles in both estimates are kept"
