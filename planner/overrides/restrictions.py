@@ -147,7 +147,6 @@ def restrict(
     wanted = _in_one_pass(for_target(overrides, target), precision)
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
-    schedules = left_schedules(wanted)
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
     equal = "unequal_meshes" in wanted.forbid
@@ -174,7 +173,7 @@ def restrict(
         compressions=compressions,
         schedules=tuple(
             s
-            for s in schedules
+            for s in left_schedules(wanted)
             if overrides.schedule or s in schedules_with(virtual_stages)
             if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
         ),
