@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshwright.costmodel.compressed import COMPRESSED, Compression, compression
 from meshwright.costmodel.quantized import QUANTIZED, A, buffer_bytes
 
 
@@ -13,12 +14,14 @@ class Sharing:
     neighbours on the data axis and replicates across the others; None for all dp·cp. Under ZeRO-3
     `hpz` neighbours keep a secondary shard of the weights from the forward to the backward, which
     gathers from it; None for none. `quantized`: what ZeRO-3 sends in blocks of 8 and 4 bits,
-    "none", "weights", "gradients" or "both" (`costmodel/quantized.py`)."""
+    "none", "weights", "gradients" or "both" (`costmodel/quantized.py`). `compressed`: what stands
+    for gradients in their sum without ZeRO (`costmodel/compressed.py`)."""
 
     zero: int = 0
     dp_shard: int | None = None
     hpz: int | None = None
     quantized: str = "none"
+    compressed: str = "none"
 
     @property
     def divides(self) -> bool:
@@ -56,18 +59,24 @@ class Sharing:
         return self.quantized in ("gradients", "both")
 
     @property
+    def compression(self) -> Compression | None:
+        """Compression of matrices of gradients in their sum; None: as they are."""
+        return compression(self.compressed)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """Key to sort by."""
-        return self.zero, self.dp_shard or 0, self.hpz or 0, QUANTIZED.index(self.quantized)
+        sent = QUANTIZED.index(self.quantized), COMPRESSED.index(self.compressed)
+        return self.zero, self.dp_shard or 0, self.hpz or 0, *sent
 
     @property
     def extras(self) -> int:
-        """Number of ways in which it is more than a ZeRO stage among all."""
-        return sum(map(bool, self.order[1:]))
+        """Number of ways in which ZeRO's states are shared otherwise than among all."""
+        return sum(map(bool, self.order[1:4]))
 
     @property
     def sent_otherwise(self) -> bool:
-        """Whether weights are kept twice, or sent in blocks of few bits."""
+        """Whether weights are kept twice or sent in blocks of few bits, or gradients compressed."""
         return any(self.order[2:])
 
     def among(self, holders: int) -> int:

@@ -40,8 +40,9 @@ EXPERT_HOST = 4.0
 
 _ZERO_BUBBLE = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 _TWO_COPIES = ("chimera", "dualpipe")
-# secondary shards and quantised collectives are ours: no published step that was fitted has them
-_ZERO_PP = ("hpz", "quantized")
+# secondary shards, quantised collectives and compressed sums are ours: no published step that was
+# fitted has them
+_ZERO_PP = ("hpz", "quantized", "compressed")
 # stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's
 _USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", *_ZERO_PP)
 

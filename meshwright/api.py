@@ -104,7 +104,8 @@ def auto_parallelize(
     time again. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the
     busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
     compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
-    and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++).
+    and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++);
+    "compressed", sums of gradients by PowerSGD or their largest elements.
 
     Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
     running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):

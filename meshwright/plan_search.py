@@ -17,7 +17,13 @@ from meshwright.planner.alternatives import (
     logits_bind,
     with_ways_out,
 )
-from meshwright.planner.overrides import OverrideError, check_overrides, restrict, without_effect
+from meshwright.planner.overrides import (
+    OverrideError,
+    allowed_without_effect,
+    check_overrides,
+    restrict,
+    without_effect,
+)
 from meshwright.planner.plan import (
     InfeasibleError,
     Plan,
@@ -125,6 +131,7 @@ def _searched(
     restricted = restrict(request.overrides, search.problem.graph, allow=problem.allow)
     unheeded = without_effect(restricted, result.best.plan, result.best.assignments)
     made, answers = made_now(problem.graph), Answers(search=search, result=result)
+    unheeded += allowed_without_effect(problem.allow, problem.precision)
     plan, notes = replace(report.plan, made=made), (*report.notes, *unheeded, *whole)
     return SearchedPlan(
         plan=plan,

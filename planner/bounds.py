@@ -256,6 +256,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
             once, backward_once = once + scattered[0], scattered[1]
     else:
         once, backward_once = backward.added(sums.reduce_s, setting, hidden=gradients, edge=edge)
+        once = once + sums.compress_s
     if sharing.divides and not target.hides_replicas(sharing):
         once = once + (sums.zero3_replicate_s if sharing.gathers else sums.replicate_s)
     once = once + forward_once * forward.seconds + backward_once * backward.seconds

@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from meshwright.costmodel.compressed import COMPRESSED
 from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, Stepping
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.recompute import RECOMPUTE
@@ -190,6 +191,11 @@ def _quantized_line(sent: Sequence[str]) -> str:
     return f" with quantised {both}" if kinds else ""
 
 
+def _compressed_line(stages: Sequence[str]) -> str:
+    kinds = "/".join(sorted({*stages} - {"none"}))
+    return f"gradients by {kinds}" if kinds else ""
+
+
 def _recompute_line(policies: Sequence[str]) -> str:
     used = [policy for policy in RECOMPUTE if policy in {*policies} - {"none"}]
     text = f"{'/'.join(used)} recompute" if used else ""
@@ -282,6 +288,13 @@ _TABLE = (
         legal=QUANTIZED, off="none", written="stage", forbidden=True, allowed="numbers",
         shared=lambda sharing, holders: sharing.quantized, column="ZeRO",
         cell=", quantised {}".format, line=_quantized_line,
+    ),
+    Decision(
+        "compressed", "what stands for gradients in their sum without ZeRO, PowerSGD of a rank "
+        "or top-k, the largest percent of elements; needs --allow compressed",
+        legal=COMPRESSED, off="none", written="stage", forbidden=True, allowed="numbers",
+        shared=lambda sharing, holders: sharing.compressed, column="gradients",
+        line=_compressed_line,
     ),
     Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
@@ -414,6 +427,59 @@ def _of_one_pass() -> Iterator[Contradiction]:
         )  # fmt: skip
 
 
+def not_in_fp16(name: str) -> str:
+    """Why fp16 can't have a decision; empty where it can."""
+    clashes = (one.why for one in CONTRADICTIONS if (one.a, one.b) == (name, "precision"))
+    return next(clashes, "")
+
+
+def _of_compressed() -> Iterator[Contradiction]:
+    """Contradictions of compressed gradients."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("zero", bool, "each rank would keep a part of a sum that all have to make", "zero=0"),
+        ("ep", lambda ep: ep > 1, "sums of experts that are shared out are not compressed", "ep=1"),
+        (
+            "offload",
+            lambda parts: parts.get("optimizer"),
+            "the errors stay on devices",
+            "optimizer states on devices",
+        ),
+        (
+            "post_validation",
+            bool,
+            "a step is undone, and the errors that it left are not",
+            "post_validation=False",
+        ),
+        (
+            "optimizer_in_backward",
+            bool,
+            "the sum's second part follows the next gradients",
+            "optimizer_in_backward=False",
+        ),
+        (
+            "schedule",
+            lambda name: SCHEDULES[name].copies > 1,
+            "two copies of the model would each remember errors of their own",
+            "a schedule with one copy (1f1b, zb_v, dualpipe_v)",
+        ),
+        (
+            "precision",
+            lambda x: x == "fp16",
+            "errors would be scaled with the loss of another step",
+            "precision bf16 or fp32",
+        ),
+    )
+    for other, clash, why, legal in ruled_out:
+        yield Contradiction(
+            "compressed", other, partial(_if_compressed, clash), why,
+            f"{legal}, or compressed='none'", given=other != "precision",
+        )  # fmt: skip
+
+
+def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
+    return how != "none" and clash(value)
+
+
 def _several_parts(schedule: str) -> bool:
     """Whether a schedule splits the backward, or places several stages on a device group."""
     record = SCHEDULES[schedule]
@@ -452,6 +518,7 @@ CONTRADICTIONS = (
         "states are undone on devices", _PIPELINE,
     ),
     *_of_one_pass(),
+    *_of_compressed(),
     _of_slices(
         "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
         "zero 0 to 2",

@@ -194,6 +194,7 @@ MOST_FILES = 8  # in which the name of a decision may stand
 MORE_FILES: dict[str, int] = {"recompute": 13, "schedule": 15, "zero": 13}
 KNOBS = {
     "quantized": {"quantized", "quantised"},
+    "compressed": {"compressed"},
     "hpz": {"hpz"},
     "dp_shard": {"dp_shard"},
     "segments": {"segments"},

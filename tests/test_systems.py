@@ -1,6 +1,7 @@
 """The tables of docs/systems/: formulas of what is here against the price's bytes, the states and
 the simulator's bubble; flags against the command line; the index against the pages."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -105,6 +106,27 @@ def matrix_sent(optimizer: str) -> Measured:
     entries, _ = pricer.parameters.priced(named, R)
     step = [entry for entry in entries if entry.column in ("reduce_s", "optimizer_s")]
     return symbols, [sum(entry.sent_bytes for entry in step)]
+
+
+def compressed(name: str, column: str) -> Measured:
+    """What a rank sends for a matrix by what stands for its gradient, or its states."""
+    graph, factors = traced()
+    problem = Problem(graph=graph, factors=factors, cluster=NODES, precision="bf16")
+    sharing = Sharing(compressed=name)
+    setting = Setting(problem=problem, mesh=Mesh(dp=N, tp=1), batch=Batch(rows=1), sharing=sharing)
+    parameters = Pricer(graph=graph, table=factors, setting=setting).parameters
+    named = next(v for v, of in graph.parameters.items() if of == "layers.0.up.weight")
+    (rows, columns), how = graph.values[named].shape, sharing.compression
+    assert how is not None
+    symbols: dict[str, float] = {"a": rows, "b": columns, "Psi": rows * columns, "n": N, "g": 4}
+    symbols |= {"r": how.rank, "k": math.floor(how.part * rows * columns)}
+    if column == "volume":
+        entries, _ = parameters.priced(named, R)
+        return symbols, [sum(e.sent_bytes for e in entries if e.column == "reduce_s")]
+    given: dict[str, Any] = {"weight_bytes": 2, "optimizer": optimizer_named("adamw")}
+    moments = parameters.moment_bytes(named, R)
+    held = model_states(symbols["Psi"], **given, sharing=sharing, dp=N, moments=moments)
+    return symbols, [held.nbytes]
 
 
 def kept_of_tokens(name: str) -> Measured:
@@ -419,6 +441,12 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
         "volume": partial(sent, zero=1, dp_shard=K), "memory": partial(states, 1, K),
     },
     "Gradient accumulation": {"volume": partial(sent, 4, zero=0)},
+    "PowerSGD of rank r": {
+        column: partial(compressed, "powersgd-4", column) for column in ("volume", "memory")
+    },
+    "Top-k with a memory of errors": {
+        column: partial(compressed, "topk-1", column) for column in ("volume", "memory")
+    },
     "ZeRO-1": {"volume": ZERO_1, "memory": partial(states, 1)},
     "Weight-update sharding": {"volume": ZERO_1, "memory": partial(states, 1)},
     "Distributed optimizer (Megatron)": {

@@ -30,7 +30,8 @@ class Trained:
     among which ZeRO divides it, the first block (by number in its stage) that reads it, or -1 where
     ZeRO-3 gathers it with the stage, its `readers` with a gradient, and whether its states lie in
     host memory, and its weights, too (`away`); bytes of `moments`, not divided and divided,
-    and the elements of a whole matrix that one of its ranks steps for all (`owned`)."""
+    the elements of a whole matrix that one of its ranks steps for all (`owned`), and bytes of its
+    compressed sum, while it is under way and for a moment at its start and end (`compressing`)."""
 
     numel: float
     holders: int
@@ -41,6 +42,7 @@ class Trained:
     away: bool = False
     moments: tuple[float, float] = (0.0, 0.0)
     owned: float = 0.0
+    compressing: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,10 @@ class _Bucket:
     shard_bytes: float
     alone: bool
     host: bool  # leaves for host memory
+    # of its compressed sum: while it is under way, and of one matrix at the start and the end
+    sum_bytes: float
+    start_bytes: float
+    end_bytes: float
     made: bool = False
     waiting: int = 0
 
@@ -84,6 +90,7 @@ class GradientBytes:
     trained: Sequence[Trained]
     reduction: Reduction
     live: float = 0.0
+    ending: float = 0.0  # the most bytes at once as the reductions of the step end
     _bucket: dict[int, _Bucket] = field(init=False)
     _reduces: bool = False
     _parts: Counter[int] = field(default_factory=Counter)  # by parameter, of how many readers
@@ -93,6 +100,7 @@ class GradientBytes:
     _scattered: float = 0.0
     _under_way: deque[_Bucket] = field(default_factory=deque)
     _shards: set[int] = field(default_factory=set)
+    _compressing: _Bucket | None = None  # whose compressed sum is under way
     _sent: deque[float] = field(default_factory=deque)  # bytes on their way to host memory
 
     def __post_init__(self) -> None:
@@ -163,7 +171,22 @@ class GradientBytes:
             self._under_way.append(bucket)
             while len(self._under_way) > SCATTERED_AT_ONCE:
                 highest = max(highest, self._finish(self._under_way.popleft()))
+        elif self._reduces and not bucket.waiting and bucket.sum_bytes:
+            highest = max(highest, self._compress(bucket))
         return highest
+
+    def _compress(self, bucket: _Bucket | None) -> float:
+        """End the compressed sum that is under way, and start a bucket's: the most bytes at
+        once."""
+        highest, before = self.live, self._compressing
+        if before is not None:
+            highest += before.end_bytes
+            self.live -= before.sum_bytes
+        if bucket is not None:
+            highest = max(highest, self.live + bucket.start_bytes)
+            self.live += bucket.sum_bytes
+        self._compressing = bucket
+        return max(highest, self.live)
 
     def _leaves(self, bucket: _Bucket) -> bool:
         """Whether a bucket is let go when it is reduced."""
@@ -229,14 +252,15 @@ class GradientBytes:
         """End all reductions; returns what the optimizer reads."""
         while self._under_way:
             self._finish(self._under_way.popleft())
+        self.ending = self._compress(None)
         self.end()
         return self.live
 
     def _buckets(self) -> Iterator[_Bucket]:
         """Buckets in the order of the backward, by their collectives."""
         reduction = self.reduction
-        filling: dict[tuple[int, int, bool], list[int]] = {}
-        filled = defaultdict[tuple[int, int, bool], float](float)  # elements
+        filling: dict[tuple[int, int, bool, bool], list[int]] = {}
+        filled = defaultdict[tuple[int, int, bool, bool], float](float)  # elements
         for k, p in reversed([*enumerate(self.trained)]):
             nbytes, gathered = (
                 reduction.kept_bytes * p.numel,
@@ -245,7 +269,7 @@ class GradientBytes:
             if nbytes >= reduction.alone_bytes or p.holders == 1 or gathered:
                 yield self._new_bucket([k], alone=True)
                 continue
-            key = p.holders, p.shards, p.host
+            key = p.holders, p.shards, p.host, any(p.compressing)
             members = filling.setdefault(key, [])
             if members and reduction.kept_bytes * filled[key] + nbytes > reduction.bucket_bytes:
                 yield self._new_bucket(members, alone=False)
@@ -266,4 +290,7 @@ class GradientBytes:
             shard_bytes=sum(nbytes / (n if sharded else 1) for nbytes, n in sizes),
             alone=alone,
             host=self.trained[members[0]].host and not self.reduction.replicated,
+            sum_bytes=sum(self.trained[k].compressing[0] for k in members),
+            start_bytes=max(self.trained[k].compressing[1] for k in members),
+            end_bytes=max(self.trained[k].compressing[2] for k in members),
         )

@@ -71,7 +71,8 @@ class Cost(NamedTuple):
     per step: `reduce_s` (all-reduce of gradients), `scatter_s` and `gather_s` (reduce-scatter of
     gradients and all-gather of weights, for ZeRO-1 and 2), `replicate_s` (all-reduce of the
     scattered gradients among the replicas of a shard), `zero3_*_s` (each of these three by ZeRO-3,
-    its all-gather of weights for a backward, and that from secondary shards), `optimizer_s`, of
+    its all-gather of weights for a backward, and that from secondary shards), `compress_s` (what a
+    rank computes of compressed gradients, beside nothing), `optimizer_s`, of
     which `shard_s` is left where ZeRO divides it among the ranks that hold the same parameters.
     """
 
@@ -95,6 +96,7 @@ class Cost(NamedTuple):
     zero3_again_s: float = 0.0
     zero3_secondary_s: float = 0.0
     zero3_replicate_s: float = 0.0
+    compress_s: float = 0.0
     optimizer_s: float = 0.0
     shard_s: float = 0.0
 

@@ -10,6 +10,9 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
                 all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
                 1/s of the optimizer's traffic                                        `shard_s`
 
+Without ZeRO a matrix may be summed by what stands for it (`compressed.py`): its collectives in
+`reduce_s`, what is computed for them in `compress_s`, beside nothing, as it waits for each.
+
 A matrix that an optimizer steps whole (`memory/optimizers.py`) is gathered with its gradient where
 ranks hold parts of it; each of the m ranks of a stage steps 1/m of all of these, and sends them to
 the others (`executor/parameters/whole_tensors.py`).
@@ -28,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from meshwright.costmodel.compressed import NUMBER, Compression, as_matrix
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, matmul_seconds, stream_seconds
 from meshwright.costmodel.memo import Memo
@@ -88,7 +92,8 @@ class ParameterPricer:
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch, of.stepping
-        known, key = self.known.of(where, Memo), (size, self._parts(value, placement))
+        how = self.compressed(value, placement)
+        known, key = self.known.of(where, Memo), (size, self._parts(value, placement), how)
         return known.of(key, lambda: priced(self._entries(value, placement)))
 
     def _entries(self, value: str, placement: Placement) -> Iterator[Entry]:
@@ -131,7 +136,10 @@ class ParameterPricer:
         if target.bucket_copies > 0 and holders.size > 1:
             for column in ("reduce_s", "scatter_s", "zero3_scatter_s"):
                 yield streamed(column, "copy", 2 * reduced)
-        yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
+        if how := self.compressed(value, placement):
+            yield from self._compressed_sum(*how, holders)
+        else:
+            yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
         yield shared("scatter_s", "reduce_scatter", reduced, target.unit, shards)
         yield shared("gather_s", "all_gather", weights, target.unit, shards)
         part = math.gcd(setting.hops, shards.size) if setting.hops else 1
@@ -141,6 +149,59 @@ class ParameterPricer:
         for column, unit in units.items():
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         yield from self._stepped(value, placement)
+
+    def compressed(
+        self, value: str, placement: Placement
+    ) -> tuple[Compression, tuple[int, int]] | None:
+        """The compression of a parameter's gradient, and the sides of the matrix that it is on a
+        rank; None where it is summed as it is."""
+        how, shape = self.setting.sharing.compression, self.graph.values[value].shape
+        sides, ranks = as_matrix(shape), self.holders(value, placement)
+        if how is None or sides is None or ranks == 1 or not math.prod(shape):
+            return None
+        part = self.numel(value, placement) / math.prod(shape)
+        rows, columns = sides
+        if placement.sharded and placement.dim == 0:
+            rows = max(1, round(rows * part))
+        else:
+            columns = max(1, round(columns * part))
+        shrinks = how.shrinks(rows, columns, ranks, self.setting.gradient_bytes)
+        return (how, (rows, columns)) if shrinks else None
+
+    def compressing_bytes(self, value: str, placement: Placement) -> tuple[float, float, float]:
+        """Bytes of the compressed sum of a parameter's gradient: while it is under way, and for a
+        moment at its start and its end; none of one that is summed as it is."""
+        if (found := self.compressed(value, placement)) is None:
+            return 0.0, 0.0, 0.0
+        (how, sides), ranks = found, self.holders(value, placement)
+        moments = how.moment_bytes(*sides, self.setting.gradient_bytes)
+        return how.under_way_bytes(*sides, ranks), *moments
+
+    def _compressed_sum(
+        self, how: Compression, sides: tuple[int, int], group: Group
+    ) -> Iterator[Entry]:
+        """Entries of the sum of a matrix by what stands for it: its share of the collectives of a
+        bucket, with a number that says whether there is a gradient, and what is computed."""
+        setting, on, (rows, columns) = self.setting, self.setting.cluster.device, sides
+        numel, rank = float(rows * columns), how.rank
+        reduced = numel * setting.gradient_bytes
+        calls = reduced / self._unit_bytes("", reduced, "bucket", group.size, False)
+        if rank:
+            sent = [("all_reduce", NUMBER * rank * side) for side in (rows + 1 / rank, columns)]
+        else:
+            sent = [("all_gather", NUMBER * (2 * how.kept(rows, columns) + 1) * group.size)]
+        for kind, nbytes in sent:
+            yield setting.collective("reduce_s", kind, nbytes / calls, group, calls=calls)
+        read = NUMBER * (numel + rank * (rows + columns))
+        for m, n, k in ((rows, rank, columns), (columns, rank, rows), (rows, columns, rank)):
+            if rank:
+                seconds = matmul_seconds(on, "fp32", m, n, k, 1, read)
+                flops = 2.0 * m * n * k
+                yield Entry("compress_s", "cast", seconds, flops=flops, moved_bytes=read)
+        moved = how.moved_bytes(rows, columns, group.size, on.kind)
+        yield self._streamed("compress_s", "cast", moved)
+        issued = how.operators(group.size) * on.launch_overhead_s
+        yield Entry("compress_s", "cast", issued)
 
     def _stepped(self, value: str, placement: Placement) -> Iterator[Entry]:
         """Entries of the optimizer's step of a parameter, without and with ZeRO."""
@@ -272,20 +333,24 @@ class ParameterPricer:
         return numel if cut or matrices.products(sides.rows, sides.columns) else 0.0
 
     def moment_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
-        """Bytes of a rank of the moments of a parameter, where ZeRO does not divide it and where it
-        does; of matrices that others step for all, the mean of ranks."""
+        """Bytes of a rank of the moments of a parameter, where ZeRO does not divide it, with what
+        its compressed sum remembers, and where it does; of matrices that others step for all, the
+        mean of ranks."""
         meta, numel = self.graph.values[value], self.numel(value, placement)
         optimizer, shards = self.setting.optimizer, self.shard_count(value, placement)
         sides = self.matrices.get(value)
+        remembered = 0.0
+        if how := self.compressed(value, placement):  # and nothing is divided
+            remembered = how[0].memory_bytes(*how[1])
         if sides is None:
             nbytes = optimizer.moments * numel
-            return nbytes, nbytes / shards
+            return nbytes + remembered, nbytes / shards
         full = optimizer.moment_bytes(meta.numel, sides)
         owned = (self.owned_numel(value, placement, divided=d) for d in (False, shards > 1))
         each = full / self.setting.mesh.devices
         part = full * numel / meta.numel
         whole, divided = owned
-        return each if whole else part, each if divided else part / shards
+        return (each if whole else part) + remembered, each if divided else part / shards
 
     def frozen_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
         """Bytes of a frozen parameter: whole, and where ZeRO-3 divides it."""

@@ -136,7 +136,7 @@ def walked(stage: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
             "second_bytes": most["second"].nbytes - put_off,
             "last_bytes": most["last"].nbytes - most["later"].nbytes,
             "end_bytes": most["end"].nbytes - most["second"].nbytes,
-            "step_bytes": read + stage.optimizer,
+            "step_bytes": max(read + stage.optimizer, gradients.ending),
             "put_off_bytes": put_off,
             "activation_bytes": activations,
         },

@@ -202,6 +202,7 @@ def _data_axis(
 
     if not sharing.divides:
         yield beside("step", {"reduce_s": sums.reduce_s}, backward, gradients)
+        yield _alone("step", "compress_s", sums.compress_s)
     elif sharing.gathers:
         several = setting.batch.microbatches > 1
         gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}

@@ -121,6 +121,7 @@ class Sums:
     zero3_again_s = _Column()
     zero3_secondary_s = _Column()
     zero3_replicate_s = _Column()
+    compress_s = _Column()
     optimizer_s = _Column()
     shard_s = _Column()
 
@@ -386,7 +387,7 @@ class Sums:
         self.array[..., _RECOMPUTE[policy]] = seconds, comm_s, host_s, freed_bytes
 
 
-_COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "shard_s")
+_COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "compress_s", "optimizer_s", "shard_s")
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
 _DATA_AXIS = (
     "reduce_s", "scatter_s", "gather_s", "replicate_s", "zero3_scatter_s", "zero3_gather_s",

@@ -8,7 +8,8 @@ A checkpoint is a folder on a file system that all ranks see:
     manifest.json                where the parts of each tensor are, with their checksums; the plan;
                                  and what is no tensor, the same on all ranks: steps done, seed of
                                  the random masks, loss scale, options and counters of the
-                                 optimizer, states of the user's own objects
+                                 optimizer, states of the user's own objects, and what compressed
+                                 sums of gradients remember, of each rank
 
 Any reader of safetensors reads the files, in which the name of a part says its box. What a load
 reads is verified by the checksums. torch's own storage of this format (`HuggingFaceStorageWriter`)
@@ -26,6 +27,7 @@ overwritten some; every other error is raised before.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +79,9 @@ from meshwright.profiles.inputs import ArgumentError, shown
 
 log = logging.getLogger(__name__)
 
+REMEMBERED = "meshwright.compressed"  # beside the user's objects
+_LAYOUT = ("blocks", "ranks", "mesh", "zero", "compressed", "shardings", "precision")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
@@ -115,6 +120,14 @@ def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
             place="extra",
             legal="a dict of objects with state_dict() and load_state_dict(), or None",
             way_out='extra={"scheduler": scheduler}',
+        )
+    if REMEMBERED in extra:
+        raise ArgumentError(
+            f" has the name {REMEMBERED!r}, which a checkpoint has for errors of compressed "
+            "gradients",
+            place="extra",
+            legal="any other name",
+            way_out="give the object another one",
         )
     for name, x in extra.items():
         if not hasattr(x, verb):
@@ -158,7 +171,9 @@ def save(
             tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
             # on every rank, since a state may be gathered from all
             compared = group is not None
-            states = run_on_all(group, lambda: RankStates.of(_states(extra or {}), compared))
+            states = run_on_all(
+                group, lambda: RankStates.of(_states(extra or {}) | _remembered(runtime), compared)
+            )
             all_trees = gather_object(group, states.trees)
             merged = run_on_first(group, lambda: Merged.of(all_trees))
             tensors |= states.chunks(merged.writes.get(runtime.place.rank, {}))
@@ -190,6 +205,46 @@ def check_loaded(state: RankState, place: str) -> None:
             legal="a model with weights",
             way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
         )
+
+
+def _remembered(runtime: Runtime) -> dict[str, Any]:
+    """Memories of this rank's compressed sums of gradients, by the name that they have beside the
+    user's objects, where the plan has such sums."""
+    compresses = any(stage.compression for stage in runtime.plan.stages)
+    return {REMEMBERED: runtime.memories.state_dict()} if compresses else {}
+
+
+def _remembers(runtime: Runtime, notes: Mapping[str, Any], place: str) -> bool:
+    """Whether what compressed sums remember goes on from a checkpoint: its ranks' own parts of the
+    same parameters. What is dropped is logged."""
+    if REMEMBERED not in notes[EXTRA]:
+        return False
+    saved, running = _layouts(notes.get("plan")), _layouts(json.loads(runtime.plan.to_json()))
+    if saved != running and not runtime.place.rank:
+        unlike = sorted(
+            {
+                key
+                for a, b in zip(saved, running, strict=False)
+                for key in _LAYOUT
+                if a[key] != b[key]
+            }
+        )
+        differs = ", ".join(unlike) if len(saved) == len(running) else "another number of them"
+        log.warning(
+            "%s: errors of compressed gradients that it has are dropped, and begin at zero, as its "
+            "stages differ from this plan's (%s)",
+            place,
+            differs,
+        )
+    return saved == running
+
+
+def _layouts(plan: Any) -> list[dict[str, Any]]:
+    """Layouts of the stages of a plan as JSON, on which the parts of ranks depend."""
+    if not isinstance(plan, dict):
+        return []
+    stages = [{**plan, **stage} for stage in plan.get("stages", [])]
+    return [{key: stage.get(key) for key in _LAYOUT} for stage in stages]
 
 
 def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
@@ -255,8 +310,11 @@ def load(
         folder, notes = run_on_first(
             group, lambda: _opened(path, runtime, optimizer, extra or {}, place)
         )
+        given = {**(extra or {})}
+        if _remembers(runtime, notes, place):
+            given[REMEMBERED] = runtime.memories
         targets, options = run_on_all(
-            group, lambda: _prepared(runtime, optimizer, extra or {}, folder, notes, place)
+            group, lambda: _prepared(runtime, optimizer, given, folder, notes, place)
         )
         merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, group, place)
@@ -274,7 +332,7 @@ def load(
                 targets.optimizer,
                 merged,
             )
-        for name, x in (extra or {}).items():
+        for name, x in given.items():
             x.load_state_dict(targets.extra[name])
 
 
@@ -296,9 +354,10 @@ def _opened(
     notes = read_notes(read_checkpoint(folder, place), runtime, place)
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
-    if missing := sorted(set(extra) - set(notes["extra"])):
+    there = set(notes[EXTRA]) - {REMEMBERED}
+    if missing := sorted(set(extra) - there):
         raise SavedError(
-            f"holds no state of {missing}; saved as extra: {sorted(notes['extra'])}",
+            f"holds no state of {missing}; saved as extra: {sorted(there)}",
             place=place,
             way_out="give extra= those, or leave it out",
         )

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_names
 from meshwright.executor.errors import StateError
 from meshwright.executor.files import LocalChunks, open_source
-from meshwright.executor.parameters import refresh_frozen
 from meshwright.executor.ranks import run_on_all
 from meshwright.executor.runtime import RankState, group_of
 
@@ -50,7 +49,7 @@ def init_weights(state: RankState, seed: int = 0) -> None:
         )
     used = {*graph.parameters.values(), *graph.buffers.values(), *state.unread}
     _initialise(state, seed, used, whole_stream=True)
-    _finish(state)
+    state.all_loaded()
 
 
 def load_weights(state: RankState, path: str | Path) -> None:
@@ -88,7 +87,7 @@ def load_weights(state: RankState, path: str | Path) -> None:
     if matched.unexpected and state.place.rank == 0:
         names = ", ".join(matched.unexpected[:SHOWN])
         log.warning("weights: %s: %d unexpected, e.g. %s", path, len(matched.unexpected), names)
-    _finish(state)
+    state.all_loaded()
 
 
 def initialise_buffers(state: RankState, *, given: Collection[str]) -> None:
@@ -126,11 +125,6 @@ def _initialise(state: RankState, seed: int, only: Collection[str], *, whole_str
         initialise(model, take, seed=seed, only=only, whole_stream=whole_stream)
     for fqn, x in unread.items():
         state.user.write(fqn, x)
-
-
-def _finish(state: RankState) -> None:
-    refresh_frozen(state.stage_parameters)
-    state.loaded, state.uninitialised = True, frozenset()
 
 
 # --- the whole model's tensors --------------------------------------------------------------------

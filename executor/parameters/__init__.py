@@ -1,6 +1,7 @@
 """Parameters as DTensors, their gradients, ZeRO, norms and the loss scale."""
 
 from meshwright.executor.parameters.block_weights import BlockWeights, WeightGather
+from meshwright.executor.parameters.compression import Memories
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.named_optimizers import BY_NAME, name_of, named_kind
 from meshwright.executor.parameters.norms import clip_, norm_share

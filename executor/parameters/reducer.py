@@ -10,7 +10,9 @@ collectives:
     tensor axis   all-reduce of parameters that every tensor rank reads for its own part of the
                   activations
     data axis     all-reduce; or, where ZeRO shards, reduce-scatter over the shard axis and,
-                  once per step and after the backward, all-reduce over the replicate axis
+                  once per step and after the backward, all-reduce over the replicate axis;
+                  of matrices, where it is compressed, what stands for them (`compression.py`),
+                  whose next collective starts with the next bucket's first
 
 A gradient that is whole on every rank stays where autograd leaves it, or is added up in that dtype.
 ZeRO-3's data axis is `fully_shard`'s (`zero3.py`). What lies in host memory goes there, and is
@@ -33,12 +35,14 @@ import torch.distributed as dist
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, SCATTERED_AT_ONCE, SENT_AT_ONCE
 from meshwright.executor.devices import to_host
 from meshwright.executor.host_memory import Aside
+from meshwright.executor.parameters.compression import CompressedSum, Memory, compression_of
 from meshwright.executor.parameters.optimizer_steps import StepInBackward
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, local_part, reduce_scatter_flat, split_parts
 
-Collectives = tuple[tuple[str, Axis], ...]  # ("all_reduce" or "reduce_scatter", axis), in order
+# ("all_reduce", "reduce_scatter" or "compressed", axis), in order
+Collectives = tuple[tuple[str, Axis], ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,8 +63,9 @@ class Bucket:
     (columns,), accumulated over micro-batches if `reduce_each_microbatch` (ZeRO-2), and at last
     reduced over `replicas`. `waiting` are
     the views (by number) that the current backward has not filled; `running` is the reduction under
-    way. A bucket of one large gradient has no buffer of its own: autograd's is reduced. `to_host`:
-    the way there of results that are reduced no further.
+    way. A bucket of one large gradient has no buffer of its own: autograd's is reduced.
+    `compressed` sums it over the data axis where its collectives say so. `to_host`: the way there
+    of results that are reduced no further.
     """
 
     views: list[_BucketView]
@@ -72,6 +77,7 @@ class Bucket:
     shard: torch.Tensor | None = None
     waiting: set[int] = field(default_factory=set)
     running: Iterator[None] | None = None
+    compressed: CompressedSum | None = None
     to_host: GradientsToHost | None = None
 
     def add(self, view: _BucketView, gradient: torch.Tensor) -> torch.Tensor:
@@ -109,8 +115,13 @@ class Bucket:
         next(self.running)
 
     def _reduce(self, x: torch.Tensor) -> Iterator[None]:
-        """Run the collectives one after the other; yields while the first is under way."""
+        """Run the collectives one after the other; yields while the first, or one of a compressed
+        sum, is under way."""
         for k, (kind, axis) in enumerate(self.collectives):
+            if kind == "compressed":
+                assert self.compressed is not None
+                yield from self.compressed.run(x, axis)
+                continue
             if kind == "reduce_scatter":
                 x, work = reduce_scatter_flat(x, axis)
             else:
@@ -129,9 +140,14 @@ class Bucket:
 
     def wait(self) -> None:
         """Complete the reduction under way, if any."""
-        if self.running is not None:
+        for _ in self.running or ():
+            pass
+        self.running = None
+
+    def advance(self) -> None:
+        """Go on to the next collective of a compressed sum."""
+        if self.compressed is not None and self.running is not None:
             next(self.running, None)
-            self.running = None
 
     def give_gradients(self) -> None:
         """Make each parameter's `gradient` a view of the result, reduced among replicas."""
@@ -176,7 +192,7 @@ class Reducer:
                 self._hook(p, partial(self._keep_whole, p))
         for (collectives, one_by_one, hosted), members in alike.items():
             for group in _by_size(members):
-                self.buckets.append(_bucket(group, collectives, one_by_one))
+                self.buckets.append(_bucket(group, collectives, one_by_one, place))
                 if hosted and not self.buckets[-1].replicas:
                     self.buckets[-1].to_host = self.to_host
         order = {id(p): k for k, p in enumerate(self.parameters)}  # in which a backward fills them
@@ -265,6 +281,8 @@ class Reducer:
         """Start a bucket's reduction. Of a scattered one the gradients are let go at its end, so
         that few are under way, as are those that go to the host or are stepped; the result of
         another lies in them."""
+        for other in self.buckets[max(0, self.next_bucket - 2) : self.next_bucket]:
+            other.advance()
         bucket.start()
         if bucket.rows > 1 or bucket.to_host is not None or self.stepping is not None:
             if bucket in self.under_way:  # of an earlier backward, and over
@@ -290,6 +308,12 @@ class Reducer:
                 if bucket.flat is not None:
                     self._start(bucket)
                 bucket.wait_for_all_views()
+
+    @property
+    def memories(self) -> list[Memory]:
+        """Memories of compressed sums, from step to step."""
+        sums = (bucket.compressed for bucket in self.buckets if bucket.compressed is not None)
+        return [memory for compressed in sums for memory in compressed.memories]
 
     def flush(self) -> None:
         """After the last backward of the step: start the buckets that did not fill."""
@@ -329,7 +353,8 @@ def _collectives(p: StageParameter, place: Place) -> Collectives:
     if p.scattered:
         collectives += [("reduce_scatter", holders.shard), ("all_reduce", holders.replicate)]
     elif p.sum_data:
-        collectives.append(("all_reduce", holders.data))
+        kind = "compressed" if compression_of(p, holders.data) else "all_reduce"
+        collectives.append((kind, holders.data))
     return tuple((kind, axis) for kind, axis in collectives if axis.size > 1)
 
 
@@ -352,7 +377,7 @@ def _by_size(parameters: Iterable[StageParameter]) -> Iterator[list[StageParamet
 
 
 def _bucket(
-    parameters: Sequence[StageParameter], collectives: Collectives, one_by_one: bool
+    parameters: Sequence[StageParameter], collectives: Collectives, one_by_one: bool, place: Place
 ) -> Bucket:
     rows, after = 1, len(collectives)
     for k, (kind, axis) in enumerate(collectives, start=1):
@@ -363,7 +388,12 @@ def _bucket(
         columns = p.leaf.numel() // rows
         views.append(_BucketView(parameter=p, start=offset, stop=offset + columns))
         offset += columns
+    compressed, how = None, parameters[0].sharing.compression
+    if how is not None and collectives[-1][0] == "compressed":
+        memories = [Memory.of(p.fqn, p.leaf.shape, how, place.device) for p in parameters]
+        compressed = CompressedSum(how=how, memories=memories)
     return Bucket(
+        compressed=compressed,
         views=views,
         rows=rows,
         collectives=collectives[:after],

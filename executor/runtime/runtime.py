@@ -25,6 +25,7 @@ from meshwright.executor.host_values import read
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
     LossScale,
+    Memories,
     Reducer,
     StepGuard,
     StepInBackward,
@@ -126,6 +127,8 @@ class Runtime(RankState):
         self.tied_layouts = builder.tied
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
         self.shared_reducer = Reducer(shared, place)
+        reducers = (*self.reducers.values(), self.shared_reducer)
+        self.memories = Memories(m for reducer in reducers for m in reducer.memories)
         self.planned = Step.of(checked, place, {k: s.lowered for k, s in stages.items()})
         in_turn = list(dict.fromkeys(i.stage for i in self.planned.stream))
         first = {p.fqn: next(k for k in in_turn if k in p.shared_stages) for p in shared}
@@ -152,6 +155,11 @@ class Runtime(RankState):
         return self.guard.scale
 
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
+    def all_loaded(self) -> None:
+        """Take note that all tensors are new; what compressed sums remember is of others."""
+        super().all_loaded()
+        self.memories.clear()
+
     def train_step(
         self,
         batch: Any,
@@ -427,8 +435,14 @@ class Runtime(RankState):
         """Add the gradients that there are to `.grad`, if all of them are finite."""
         told = [*self.batch_check.riding, *step.arrived(self.flow)]
         admitted = self.guard.admit(self.stage_parameters, told)
-        self.batch_check.conclude(told[: ranks.RIDING], self.place.device)
-        if admitted:
+        try:
+            self.batch_check.conclude(told[: ranks.RIDING], self.place.device)
+        except BatchError:  # of all ranks
+            self.memories.clear()
+            raise
+        if not admitted:
+            self.memories.clear()
+        else:
             absent = step.absent(told[ranks.RIDING :])
             for p in [p for p in self.stage_parameters if p.value in absent]:
                 p.gradient = None

@@ -56,9 +56,10 @@ class RankState:
         used = {*graph.parameters.values(), *graph.aliases, *graph.buffers.values()}
         self.unread = tuple(name for name in user.module.state_dict() if name not in used)
         if not self.loaded:
-            user.when_loaded(self._all_loaded)
+            user.when_loaded(self.all_loaded)
 
-    def _all_loaded(self) -> None:
+    def all_loaded(self) -> None:
+        """Take note that all parameters and buffers have new values."""
         self.loaded, self.uninitialised = True, frozenset()
         refresh_frozen(self.stage_parameters)
 
@@ -177,7 +178,7 @@ class RankState:
                 self.user.write(fqn, _entry(state, [fqn], b.whole.shape))
         for name, source in unread.items():
             self.user.write(name, _whole(source).to(self.user.tensor(name).dtype))
-        self.loaded, self.uninitialised = True, frozenset()
+        self.all_loaded()
 
     def _load_parameters(self, state: Mapping[str, torch.Tensor]) -> None:
         for p in self.stage_parameters:
@@ -188,7 +189,6 @@ class RankState:
                     p.stored.copy_(source.to_local())
                 continue
             load(p, whole_of(source).to(self.place.device), self.place)
-        refresh_frozen(self.stage_parameters)
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

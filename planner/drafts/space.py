@@ -24,6 +24,7 @@ from itertools import product
 
 import numpy as np
 
+from meshwright.costmodel.compressed import COMPRESSED
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh, Stepping
@@ -453,7 +454,7 @@ class Space:
                 names.setdefault(tuple(meta.shape), name)
         return names
 
-    # --- how ZeRO's weights and gradients travel ---
+    # --- how weights and gradients travel ---
 
     def transports(self, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
         """Sharings that a mesh may have, by the one that prices of its data axis depend on
@@ -462,9 +463,10 @@ class Space:
         ways: dict[Sharing, list[Sharing]] = {}
         setting = Setting(problem=self.problem, mesh=mesh, batch=Batch(rows=0.0))
         for plain in self.zeros(mesh):
-            for choice in self.quantizations(mesh, plain):
+            choices = self.quantizations(mesh, plain), self.compressions(mesh, plain)
+            for quantized, compressed in product(*choices):
                 for hpz in self.secondaries(mesh, plain):
-                    sharing = replace(plain, hpz=hpz, quantized=choice)
+                    sharing = replace(plain, hpz=hpz, quantized=quantized, compressed=compressed)
                     transport = replace(setting, sharing=sharing).of_step.sharing
                     ways.setdefault(transport, []).append(sharing)
         return ways
@@ -492,6 +494,16 @@ class Space:
         may = plain.gathers and mesh.ep == 1 and not self.reliefs[0].host.states
         return [choice for choice in QUANTIZED if choice in legal and (may or choice == "none")]
 
+    def compressions(self, mesh: Mesh, plain: Sharing) -> list[str]:
+        """Compressions that sums of gradients in a stage with this sharing may have."""
+        over = self.restrictions
+        if mesh.dp * mesh.cp == 1:
+            return ["none"]
+        legal = set(over.compressed) | set(over.compressions if None in over.compressed else ())
+        alone = plain.divides or mesh.ep > 1 or self._validates or self._held_twice
+        may = not (alone or self.reliefs[0].host.states)
+        return [choice for choice in COMPRESSED if choice in legal and (may or choice == "none")]
+
     def _neighbours(self, mesh: Mesh) -> int:
         """Neighbours on the data axis that share a node."""
         return self.cluster.devices_per_node // (mesh.tp * mesh.spread)
@@ -512,6 +524,8 @@ class Space:
 
     def may_step(self, stepping: Stepping, pipeline: Pipeline, sharing: Sharing) -> bool:
         """Whether optimizers may step so."""
+        if sharing.compression:
+            return False
         if stepping == "in_backward":
             alone = pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
             return alone and not pipeline.record.splits_backward
@@ -534,6 +548,7 @@ class Space:
             if not schedule.on_request or len(over.schedules) == 1
             if slices == 1 or (schedule.sliced and not sharing.gathers)
             if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
+            if schedule.copies == 1 or not sharing.compression
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:

@@ -73,6 +73,7 @@ REFUSED = {
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
+    "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),

@@ -10,5 +10,9 @@ from meshwright.planner.overrides.overrides import (
     making_logits,
     without,
 )
-from meshwright.planner.overrides.pinned import plan_overrides, without_effect
+from meshwright.planner.overrides.pinned import (
+    allowed_without_effect,
+    plan_overrides,
+    without_effect,
+)
 from meshwright.planner.overrides.restrictions import Restrictions, restrict

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Self
 
+from meshwright.costmodel.compressed import OFFERED
 from meshwright.costmodel.mesh import ContextKind
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner import decisions
@@ -49,11 +50,12 @@ class Overrides:
     `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
     among which ZeRO divides, `hpz` those that keep a secondary shard of its weights for the
     backward (as many as it divides among: none), `quantized` what it sends in blocks of few bits,
-    where that is allowed ("none", "weights", "gradients", "both"), `recompute` what a block's
-    backward runs again: "none", "selective", "pointwise", "widening", "products", "full" (each
-    keeps less), or "alternate"; "regather", or "+regather" behind a partial one, gathers again what
-    tensor-parallel ranks gathered; `segments` how many neighbours run again together, of which the
-    first one's input alone is kept (1: none).
+    where that is allowed ("none", "weights", "gradients", "both"), `compressed` what stands for
+    gradients in their sum without ZeRO, where that is allowed ("none", "powersgd-4", "topk-0.1" and
+    others), `recompute` what a block's backward runs again: "none", "selective", "pointwise",
+    "widening", "products", "full" (each keeps less), or "alternate"; "regather", or "+regather"
+    behind a partial one, gathers again what tensor-parallel ranks gathered; `segments` how many
+    neighbours run again together, of which the first one's input alone is kept (1: none).
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, `slices`, in
@@ -91,6 +93,7 @@ class Overrides:
     dp_shard: int | Mapping[str, int] | None = None
     hpz: int | Mapping[str, int] | None = None
     quantized: str | Mapping[str, str] | None = None
+    compressed: str | Mapping[str, str] | None = None
     recompute: str | Mapping[str, str] | None = None
     segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
@@ -336,20 +339,24 @@ def left_schedules(overrides: Overrides) -> list[str]:
     return schedules
 
 
-def left_quantized(overrides: Overrides, allow: Collection[str], precision: str) -> tuple[str, ...]:
-    """Quantised collectives that ZeRO-3 may use in free blocks. Raises `OverrideError` for an
-    override that asks for what is not allowed, or what fp16 can't have."""
-    if "quantized" not in allow:
+def left_with_consent(
+    overrides: Overrides, name: str, allow: Collection[str], precision: str
+) -> tuple[str, ...]:
+    """Values that free blocks may have of a decision by which fewer bytes of weights or gradients
+    are sent: `quantized` or `compressed`. Raises `OverrideError` for an override that asks for what
+    is not allowed, or what fp16 can't have."""
+    if name not in allow:
         why = "numbers change with it, and it is not allowed"
-        way_out = 'give allow=["quantized"] (--allow quantized), or drop the override'
+        way_out = f'give allow=["{name}"] (--allow {name}), or drop the override'
     elif precision == "fp16":
-        why = "fp16's scaled loss would lose what rounding hides"
+        why = f"not with fp16: {decisions.not_in_fp16(name)}"
         way_out = "train in bf16, or drop the override"
     else:
-        return overrides.left("quantized")
-    for pattern, value in overrides.items("quantized"):
+        left = overrides.left(name)
+        return left if name != "compressed" else tuple(x for x in left if x in OFFERED)
+    for pattern, value in overrides.items(name):
         if value != "none":
-            place = f"override {spelled('quantized', pattern, value)}"
+            place = f"override {spelled(name, pattern, value)}"
             raise OverrideError(f": {why}", place=place, legal="none", way_out=way_out)
     return ("none",)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Assignment, Entry
-from meshwright.planner.decisions import BY_BLOCK, DECISIONS, SHARING
+from meshwright.planner.decisions import BY_BLOCK, DECISIONS, SHARING, not_in_fp16
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions
 from meshwright.planner.plan import (
@@ -128,6 +128,12 @@ def without_effect(
     return sentences
 
 
+def allowed_without_effect(allow: Collection[str], precision: str) -> list[str]:
+    """A sentence for each decision that is allowed, and that a precision can't have."""
+    barred = {name: not_in_fp16(name) for name in allow if precision == "fp16"}
+    return [f"allow={name!r} has no effect in fp16: {why}" for name, why in barred.items() if why]
+
+
 def _lacking(
     name: str, restrictions: Restrictions, plan: Plan
 ) -> Mapping[tuple[Any, str], list[str]]:
@@ -146,7 +152,8 @@ def _lacking(
 def _why(name: str, stage: StagePlan, has: Any) -> str:
     decision = DECISIONS[name]
     if decision in SHARING and stage.holders == 1:
-        return "there is one data-parallel rank, so that nothing can be divided"
+        nothing = "be divided" if decision.column == "ZeRO" else "be summed"
+        return f"there is one data-parallel rank, so that nothing can {nothing}"
     if not decision.works(stage):
         return "the plan uses no ZeRO" + f"-{decision.zeros[0]}" * (len(decision.zeros) == 1)
     return f"the plan has {has!r}"

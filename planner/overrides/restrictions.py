@@ -26,8 +26,8 @@ from meshwright.planner.overrides.overrides import (
     OverrideError,
     Overrides,
     contradiction,
-    left_quantized,
     left_schedules,
+    left_with_consent,
     schedules_with,
     spelled,
 )
@@ -46,13 +46,13 @@ OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 class Restrictions:
     """The choices that the overrides leave to a search. One entry per block, None where it is free,
     of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `hpz` (those
-    that keep a secondary shard), `quantized`, `segments` and `recompute`.
+    that keep a secondary shard), `quantized`, `compressed`, `segments` and `recompute`.
 
-    Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
-    the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
-    `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
-    free, as are `host_states`, the part of the optimizer states in host memory (with it
-    `host_weights`, that of the weights, and `host_files`, that of the states in files, are
+    Free blocks take one of `zeros`, `policies`, `quantizations` and `compressions`, and divide
+    ZeRO among a part of the data axis only with `partial_shards`, with secondary shards only with
+    `secondary_shards`. `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is
+    None where it is free, as are `host_states`, the part of the optimizer states in host memory
+    (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
     `slices` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
     first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are the block
@@ -68,6 +68,7 @@ class Restrictions:
     dp_shard: tuple[int | None, ...]
     hpz: tuple[int | None, ...]
     quantized: tuple[str | None, ...]
+    compressed: tuple[str | None, ...]
     segments: tuple[int | None, ...]
     recompute: tuple[str | None, ...]
     zeros: frozenset[int]
@@ -75,6 +76,7 @@ class Restrictions:
     partial_shards: bool
     secondary_shards: bool
     quantizations: tuple[str, ...]
+    compressions: tuple[str, ...]
     schedules: tuple[str, ...]
     placements: tuple[str, ...]
     cp_kind: ContextKind | None
@@ -96,11 +98,22 @@ class Restrictions:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
         where i >= j."""
         choices = {
-            "zero": self.zeros, "recompute": self.policies, "quantized": self.quantizations
+            "zero": self.zeros, "recompute": self.policies, "quantized": self.quantizations,
+            "compressed": self.compressions,
         }  # fmt: skip
-        free = value in choices.get(name, (value,))
-        other = [not free if v is None else v != value for v in getattr(self, name)]
-        before = np.concatenate([[0], np.cumsum(other, dtype=np.int64)])
+        given = getattr(self, name)
+        agreed = self._without([v not in (None, value) for v in given])
+        if value in choices.get(name, (value,)):
+            return agreed
+        if name == "compressed":  # free blocks have it beside one of their stage that asks for it
+            asked: np.ndarray = agreed & ~self._without([v == value for v in given])
+            return asked
+        return self._without([v != value for v in given])
+
+    @staticmethod
+    def _without(some: Sequence[bool]) -> np.ndarray:
+        """[i, j]: whether there are blocks i..j-1, and none of them is one of `some`."""
+        before = np.concatenate([[0], np.cumsum(some, dtype=np.int64)])
         return np.triu(before[:, None] == before[None, :], 1)
 
     def uniform(self, name: str) -> Any:
@@ -132,8 +145,8 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
-    quantizations = left_quantized(wanted, allow, precision)
-    schedules = left_schedules(wanted)
+    quantizations = left_with_consent(wanted, "quantized", allow, precision)
+    compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
     equal = "unequal_meshes" in wanted.forbid
@@ -157,9 +170,10 @@ def restrict(
         partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
+        compressions=compressions,
         schedules=tuple(
             s
-            for s in schedules
+            for s in left_schedules(wanted)
             if overrides.schedule or s in schedules_with(virtual_stages)
             if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
         ),

@@ -21,6 +21,7 @@ ALONE = "one device"  # of a stage
 MAX_MEETINGS = 3  # operators in which rows meet that are named
 LEAST_S = 1e-9  # no device does anything in less
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
+_OF_ZERO = tuple(d for d in SHARING if d.column == "ZeRO")
 
 
 def margin_beside(peak_bytes: float, memory_bytes: float) -> float:
@@ -87,7 +88,7 @@ def describe(plan: Plan) -> str:
     ]
     if groups > 1:
         words.append(plan.schedule + f" with {per_group} stages on each" * (per_group > 1))
-    spoken = [(d, d.line) for d in DECISIONS.values() if d.line and d not in SHARING]
+    spoken = [(d, d.line) for d in DECISIONS.values() if d.line and d not in _OF_ZERO]
     words += [line([getattr(plan, d.name)]) for d, line in spoken if d.acts == "plan"]
     words += [
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
@@ -161,7 +162,7 @@ def _zero_words(plan: Plan) -> str:
     """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
     nothing where there is none."""
     stages = [stage for stage in plan.stages if stage.divides]
-    lines = ((d.line, [getattr(stage, d.name) for stage in stages]) for d in SHARING)
+    lines = ((d.line, [getattr(stage, d.name) for stage in stages]) for d in _OF_ZERO)
     text = "".join(line(values) for line, values in lines if line and values)
     return text + " on some stages" * (0 < len(stages) < len(plan.stages))
 

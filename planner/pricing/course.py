@@ -262,6 +262,7 @@ def _parameters(
             host=value in off.states,
             away=value in off.weights,
             moments=pricer.parameters.moment_bytes(value, state),
+            compressing=pricer.parameters.compressing_bytes(value, state),
             owned=pricer.parameters.owned_numel(value, state, divided=stage.parts(shards) > 1),
         )
         trained.append((p, places))

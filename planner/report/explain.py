@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
+    Plan,
     StagePlan,
     compress_names,
     compress_ranks,
@@ -192,6 +193,17 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     ]
 
 
+def _changed_numbers(plan: Plan) -> Iterator[str]:
+    """Decisions of a plan by which a training's numbers change."""
+    for name, decision in DECISIONS.items():
+        values = {getattr(stage, name) for stage in plan.stages if decision.allowed == "numbers"}
+        if used := sorted(filter(decision.uses, values)):
+            yield (
+                f"the training's numbers change with {name}={', '.join(used)}; how many more steps "
+                "it takes is in no price"
+            )
+
+
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Sources of the prices, and assumptions about the software."""
     shares, target = evaluation.rests_on(), evaluation.target
@@ -211,6 +223,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
             "operators is of fp32, and not used"
         )
+    lines += _changed_numbers(evaluation.plan)
     if PRECISIONS[evaluation.plan.precision].kept != "fp32":
         lines.append(PURE)
     if PRECISIONS[evaluation.plan.precision].narrow:

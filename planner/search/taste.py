@@ -86,6 +86,7 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
         "has as many micro-batches as pipeline stages",
         lambda it: it.groups > 1 and it.num_microbatches < it.groups,
     ),
+    (1.0, "sums gradients as they are", lambda it: it.sharing.compression is not None),
     (0.35, "has nothing in host memory", lambda it: it.away > 0),
     (0.24, "uses fewer axes besides the data axis", lambda it: it.axes),
     (0.45, "undoes no steps", lambda it: it.stepping == "validated"),
@@ -113,6 +114,7 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
     """Looks of a plan whose fullest device holds so many bytes."""
     stages, groups = plan.stages, len(plan.devices)
     blocks, first = [len(stage.blocks) for stage in stages], stages[0]
+    compressed = next((s.compressed for s in stages if s.compression is not None), first.compressed)
     return Looks(
         axes=axes_of(stages, groups),
         tp=max(stage.tp for stage in stages),
@@ -120,7 +122,9 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
         each=len(stages) // groups,
         common=plan.record.standard,
         num_microbatches=plan.pipeline.num_microbatches,
-        sharing=replace(first.sharing, zero=max(stage.zero for stage in stages)),
+        sharing=replace(
+            first.sharing, zero=max(stage.zero for stage in stages), compressed=compressed
+        ),
         spread=first.spread,
         away=len({kind for stage in stages for kind in stage.host.kinds}),
         stepping=plan.stepping,

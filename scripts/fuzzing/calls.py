@@ -40,6 +40,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "dp_shard": (1, 2, 7, 10**18),
     "hpz": (1, 2, 7, 10**18),
     "quantized": ("none", "weights", "both", "int8"),
+    "compressed": ("none", "powersgd-4", "topk-10", "topk-3"),
     "recompute": ("none", "full", "selective"),
     "stages": ([["embed", "layers.0-1"], ["layers.2", "head"]], [["embed-head"]]),
     "shardings": ({"layers.*.up": "colwise"}, {"head": "S(0)@tp"}, {"**": "replicate"}),

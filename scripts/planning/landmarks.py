@@ -74,6 +74,16 @@ LANDMARKS: Mapping[str, Landmark] = {
         model=llama_8b(4096), node="pcie-8-rtx-4090", nodes=8, batch=64,
         given={"allow": ["quantized"]},
     ),
+    # few rows a rank over Ethernet: what stands for gradients pays (Vogels et al. 2019)
+    "gpt-350m on 32 RTX 4090, compressed": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="pcie-8-rtx-4090", nodes=4, batch=64, given={"allow": ["compressed"]},
+    ),
+    # and over NVLink nothing does, though it may
+    "gpt-350m on 8 H100, compressed": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", batch=64, given={"allow": ["compressed"]},
+    ),
     # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
     "gpt-14.6b, pipeline of 16 A100": Landmark(
         model=lambda: gpt(46, 5120, 40, 50304, 1024),

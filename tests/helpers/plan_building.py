@@ -49,6 +49,7 @@ class Knobs:
     dp_shard: int | None = None
     hpz: int | None = None
     quantized: str = "none"
+    compressed: str = "none"
     recompute: str = "none"
     segments: int = 1
     precision: str = "fp32"
@@ -90,6 +91,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 tp=tp,
                 hpz=knobs.hpz if knobs.zero == 3 and dp > 1 else None,
                 quantized=knobs.quantized if knobs.zero == 3 and dp > 1 else "none",
+                compressed=knobs.compressed if dp * knobs.cp > 1 else "none",
                 cp=knobs.cp,
                 cp_kind=knobs.cp_kind,
                 zero=knobs.zero if dp * knobs.cp > 1 else 0,

@@ -93,6 +93,12 @@ def test_one_decision_is_one_line(capsys: Captured) -> None:
     Path("b.json").write_text(json.dumps(data))
     found = json.loads(printed(capsys, "diff", "a.json", "b.json", "--json", code=4))
     assert [change["what"] for change in found["changes"]] == ["num_microbatches"]
+    data["num_microbatches"] //= 2
+    for stage in data["stages"]:
+        stage["compressed"] = "topk-1"
+    Path("b.json").write_text(json.dumps(data))
+    (change,) = json.loads(printed(capsys, "diff", "a.json", "b.json", "--json", code=4))["changes"]
+    assert (change["a"], change["b"]) == ("none", "topk-1")
 
 
 def test_another_model_is_told_in_words(capsys: Captured) -> None:

@@ -5,7 +5,8 @@
 A line is a case of the zoo, the meshes of the pipeline's device groups (`pp2xdp2xtp2`, or one by
 one: `1|dp3`, `dp2xtp2|tp2`; `cp2` is of all groups), then words in any order: a schedule; `m4`
 micro-batches; `v3` stages on each device group; `zero1`; `shard2`, the ranks among which ZeRO
-divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; a recompute
+divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; `powersgd-4` or
+another of what may stand for gradients; a recompute
 policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kind of context
 parallelism; shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence",
 the case's own with the activations between layers split along the sequence); where the pipeline is
@@ -21,6 +22,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from meshwright.costmodel.compressed import COMPRESSED
 from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.recompute import RECOMPUTE
@@ -60,6 +62,7 @@ class Cell:
     dp_shard: int | None = None
     hpz: int | None = None
     quantized: str = "none"
+    compressed: str = "none"
     recompute: str = "none"
     segments: int = 1
     precision: str = "fp32"
@@ -83,6 +86,7 @@ class Cell:
             **dict.fromkeys(SCHEDULES, "schedule"), **dict.fromkeys(PRECISIONS, "precision"),
             **dict.fromkeys((*RECOMPUTE, "mixed"), "recompute"), **dict.fromkeys(CUTS, "cut"),
             **dict.fromkeys(CONTEXT_KINDS, "cp_kind"),
+            **dict.fromkeys(COMPRESSED[1:], "compressed"),
             **dict.fromkeys(("bare", "megatron", "sequence"), "shardings"),
         }  # fmt: skip
         found: dict[str, str | int | tuple[int, ...]] = {}
@@ -170,6 +174,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             dp_shard=cell.dp_shard,
             hpz=cell.hpz,
             quantized=cell.quantized,
+            compressed=cell.compressed,
             recompute=cell.recompute,
             segments=cell.segments,
             precision=cell.precision,

@@ -120,7 +120,7 @@ def of_one_device(kind: str) -> Trained:
     return without, model.state_dict()
 
 
-def planned(kind: str, ranks: int, plan: dict[str, Any]) -> Any:
+def planned(kind: str, ranks: int, plan: dict[str, Any], **given: Any) -> Any:
     return auto_parallelize(
         made(kind),
         Cluster.local(ranks, "cpu", measure=False),
@@ -130,6 +130,7 @@ def planned(kind: str, ranks: int, plan: dict[str, Any]) -> Any:
         precision="fp32",
         rows_meet="per_microbatch",
         overrides=Overrides(**plan),
+        **given,
     )
 
 
@@ -175,6 +176,31 @@ def test_on_two_ranks(plan: str) -> None:
 def test_gradients_that_may_be_none_are_not_stepped_in_the_backward(kind: str) -> None:
     with pytest.raises(OverrideError, match=r"=True: the leaf .* may give no gradient"):
         planned(kind, 1, {"optimizer_in_backward": True})
+
+
+def remembered(compressed: str) -> list[bool]:
+    """Of the steps that give a matrix no gradient: whether what its compressed sum remembers, and
+    there is something, is what it was."""
+    plan = {"dp": 2, "num_microbatches": 1, "compressed": compressed}
+    result, same = planned("upstream", 2, plan, allow=["compressed"]), []
+    optimizer, memory = (
+        optimizer_of(result.parameters()), result.runtime.memories.of["beside.weight"],
+    )  # fmt: skip
+    for step in range(len(SIGNS)):
+        optimizer.zero_grad()
+        before = memory.error.clone()
+        result.train_step(batch("upstream", step))
+        if dict(result.named_parameters())["beside.weight"].grad is None:
+            same.append(bool(before.any()) and torch.equal(memory.error, before))
+        optimizer.step()
+    return same
+
+
+@pytest.mark.parametrize(
+    "compressed", tiered(["topk-10", "powersgd-1"], ("topk-10").__eq__, "one kind stays")
+)
+def test_errors_of_what_has_no_gradient_are_kept(compressed: str) -> None:
+    assert on_ranks(2, remembered, compressed) == [True, True]
 
 
 def resumed(folder: str) -> dict[str, torch.Tensor]:

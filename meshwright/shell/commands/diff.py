@@ -28,6 +28,8 @@ from meshwright.shell.named import no_report, saved_json
 from meshwright.shell.terminal import Answer
 
 ABSENT = "not there"
+# of a column whose decision has a word for it
+_ABSENT_IN_COLUMNS = {d.column or name: d.off for name, d in DECISIONS.items() if d.off == "none"}
 EQUAL = 1e-9  # part of a number up to which two are the same
 
 SAME, DIFFERENT = 0, 4  # exit status
@@ -194,7 +196,8 @@ def _changes(a: Plan, b: Plan) -> Iterator[Change]:
     for name in (name for name in blocks_a if name in blocks_b):
         block_a, block_b = blocks_a[name], blocks_b[name]
         for what in dict.fromkeys([*block_a, *block_b]):
-            key = what, block_a.get(what, ABSENT), block_b.get(what, ABSENT)
+            absent = _ABSENT_IN_COLUMNS.get(what, ABSENT)
+            key = what, block_a.get(what, absent), block_b.get(what, absent)
             runs.setdefault(key, []).append(name)
     for (what, before, after), names in runs.items():
         yield from _change(f"{what} of {', '.join(compress_names(names))}", before, after)

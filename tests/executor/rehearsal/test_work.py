@@ -25,10 +25,14 @@ from tests.user_code.user_models import lora
 REL, ABS = 1e-3, 400  # bytes: counts of rows, losses, norms, what batches are compared by
 MESSAGES = {"forward", "backward"}
 
-FIRST = ("llama tp2 1f1b m2 full", "mlp pp2xdp2 zb_v m4 zero1")
+FIRST = (
+    "llama tp2 1f1b m2 full", "mlp pp2xdp2 zb_v m4 zero1", "llama dp2xtp2 1f1b m2 powersgd-1",
+    "mlp dp4 1f1b m2 powersgd-16 bf16_pure",  # whose factors have more bytes than the gradients
+)  # fmt: skip
 ALIKE = (
     *FIRST, "gpt2_untied dp2 1f1b m2 zero2 bf16", "gpt2_untied pp2 1f1b m4 mixed",
-    "gpt2_deep 1 1f1b m2 widening", "gpt2_tied dp2 1f1b m2 zero1",
+    "gpt2_deep 1 1f1b m2 widening", "gpt2_untied pp2xdp2 1f1b m4 topk-1",
+    "gpt2_untied dp4 1f1b m2 powersgd-2 bf16", "gpt2_tied dp2 1f1b m2 zero1",
     "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16", "gpt2_untied pp2xtp2 zb_h1 m4",
     "llama pp2xtp2 1f1b m2 slices10+6",
     "moe dp2 1f1b m2", "resnet dp2 1f1b m2", "resnet tp2 1f1b m2", "plain_gpt dp2 1f1b m2 full",
@@ -307,11 +311,14 @@ PRICED = (
     "llama dp4 1f1b m4 zero2", "gpt2_untied dp2xtp2 1f1b m4 zero2 bf16_pure",
     "gpt2_untied dp4 1f1b m2 zero3 bf16_pure", "gpt2_untied pp2xdp2 1f1b m4 zero1 bf16_pure",
     "llama dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1",
+    "mlp dp4 1f1b m1 topk-10 bf16_pure", "mlp dp4 1f1b m1 topk-10", "mlp dp4 1f1b m2 topk-10",
+    "mlp dp4 1f1b m1 powersgd-4", "mlp dp4 1f1b m2 powersgd-4 bf16_pure",
 )  # fmt: skip
-PEAKS = "the peaks of a pipeline with data ranks are kept"
+FIRST_PRICED = {PRICED[0], "mlp dp4 1f1b m1 topk-10 bf16_pure", "mlp dp4 1f1b m1 powersgd-4"}
+PEAKS = "the peaks of a pipeline with data ranks, and of one sum of each kind, are kept"
 
 
-@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:1].__contains__, PEAKS))
+@pytest.mark.parametrize("line", tiered(PRICED, FIRST_PRICED.__contains__, PEAKS))
 def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
     of = checked(line)
     found = of.rehearse()

@@ -370,6 +370,25 @@ def test_what_is_quantised_is_allowed_or_asked_for() -> None:
     assert asked.quantizations(Mesh(dp=1, tp=8), Sharing()) == ["none"]
 
 
+def test_what_is_compressed_is_allowed_or_asked_for() -> None:
+    far, offered = Mesh(dp=8, tp=1), ["none", "powersgd-4", "topk-0.1"]
+    assert space(2, 4).compressions(far, Sharing()) == ["none"]
+    allowed = space(2, 4, allow=["compressed"])
+    assert allowed.compressions(far, Sharing()) == offered
+    assert allowed.compressions(far, Sharing(zero=1)) == ["none"]
+    assert allowed.compressions(Mesh(dp=8, tp=1, ep=2), Sharing()) == ["none"]
+    assert space(2, 4, allow=["compressed"], forbid=["compressed"]).compressions(
+        far, Sharing()
+    ) == ["none"]
+    asked = space(2, 4, allow=["compressed"], compressed="topk-10")
+    assert asked.compressions(far, Sharing()) == ["topk-10"]
+    assert asked.compressions(far, Sharing(zero=1)) == []  # asks for no ZeRO
+    assert asked.compressions(Mesh(dp=1, tp=8), Sharing()) == ["none"]
+    own = Sharing(compressed="powersgd-4")
+    names = {name for m in (2, 8) for p in allowed.schedules(2, m, own) for name in (p.schedule,)}
+    assert names and not names & {"chimera", "dualpipe"}
+
+
 def test_one_chain_prices_gathers_near_and_far_but_not_hops() -> None:
     far = Mesh(dp=8, tp=1)
     found = space(2, 4, allow=["quantized"], zero=3, dp_shard=8).transports(far)

@@ -296,6 +296,7 @@ def test_every_decision_is_said_refused_or_left_out() -> None:
     [
         ({}, {"zero": 3, "hpz": 2}, "secondary shards"),
         ({}, {"zero": 3, "quantized": "both"}, "quantised"),
+        ({}, {"compressed": "powersgd-4"}, "gradients by powersgd-4"),
         ({}, {"recompute": "full", "segments": 2}, "segments of 2"),
         ({}, {"offload": {"optimizer": 1.0}}, "in host memory"),
         ({"chunked_loss": 2}, {}, "loss in 2 parts"),

@@ -225,6 +225,7 @@ def test_a_degree_that_a_sharding_excludes_is_left_out() -> None:
 ALL = "embed, layers.0-2, head"
 SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 ALONE = "there is one data-parallel rank, so that nothing can be divided"
+SUMMED = "there is one data-parallel rank, so that nothing can be summed"
 
 
 def said(knobs: Knobs, **stage: Any) -> list[str]:
@@ -232,7 +233,7 @@ def said(knobs: Knobs, **stage: Any) -> list[str]:
     plan = plan_for(graph, dp=stage.pop("dp", 2), tp=stage.pop("tp", 2))
     plan = with_stage(plan, **stage)
     assignments = check_plan(plan, graph, factors)
-    restrictions = restrict(Overrides(**knobs), graph, allow=["quantized"])
+    restrictions = restrict(Overrides(**knobs), graph, allow=["quantized", "compressed"])
     return without_effect(restrictions, plan, assignments)
 
 
@@ -247,6 +248,9 @@ def said(knobs: Knobs, **stage: Any) -> list[str]:
         ({"zero": 1}, {"dp": 1}, f"override zero=1 has no effect on {ALL}: {ALONE}"),
         ({"quantized": "both"}, {"dp": 1},
          f"override quantized='both' has no effect on {ALL}: {ALONE}"),
+        ({"compressed": "powersgd-4"}, {"dp": 1},
+         f"override compressed='powersgd-4' has no effect on {ALL}: {SUMMED}"),
+        ({"compressed": "powersgd-4"}, {"compressed": "powersgd-4"}, None),
         ({"dp_shard": 3}, {},
          f"override dp_shard=3 has no effect on {ALL}: the plan uses no ZeRO"),
         ({"dp_shard": 3}, {"zero": 1},
@@ -439,7 +443,8 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
     assert plan_overrides(plan, graph).given() == {
         "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
-        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none", "segments": 1,
+        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none", "compressed": "none",
+        "segments": 1,
         "chunked_loss": 1, "slices": 1,
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.compressed import COMPRESSED, OFFERED
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.decisions import ALLOWABLE, BY_BLOCK, MESH
-from meshwright.planner.overrides import OverrideError, check_allow
+from meshwright.planner.overrides import OverrideError, allowed_without_effect, check_allow
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
 from tests.helpers.refusals import refusals, refused
@@ -76,7 +77,7 @@ def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
 
 
 def in_fp16(overrides: dict[str, Any]) -> None:
-    restrict(Overrides(**overrides), layers(), allow=["quantized"], precision="fp16")
+    restrict(Overrides(**overrides), layers(), allow=ALLOWABLE, precision="fp16")
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -84,8 +85,19 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "restrict in fp16": in_fp16,
     "stage_cuts": lambda stages: stage_cuts(Overrides(stages=stages), model()),
 }
+
+
+def test_what_is_allowed_and_fp16_cannot_have_is_told() -> None:
+    told = allowed_without_effect(["compressed", "quantized"], "fp16")
+    assert [line.split(" in fp16: ")[0] for line in told] == [
+        f"allow={name!r} has no effect" for name in ("compressed", "quantized")
+    ]
+    assert not allowed_without_effect(["compressed", "quantized"], "bf16")
+
+
 NO_NAMES = (
-    "legal: a list of quantized, post_validation, optimizer_in_backward, e.g. allow=['quantized']"
+    "legal: a list of quantized, compressed, post_validation, optimizer_in_backward, "
+    "e.g. allow=['quantized']"
 )
 
 
@@ -209,7 +221,7 @@ def test_values_have_stages_of_their_own_where_groups_times_each_are_enough() ->
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
     "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "hpz": (1, 2, 4), "quantized": QUANTIZED,
-    "segments": (1, 2, 4), "recompute": RECOMPUTE,
+    "compressed": COMPRESSED, "segments": (1, 2, 4), "recompute": RECOMPUTE,
 }  # fmt: skip
 
 
@@ -234,12 +246,15 @@ def restricted(draw: st.DrawFn) -> Case:
 @given(restricted())
 def test_a_stage_may_have_a_value_that_all_its_blocks_may(case: Case) -> None:
     limits, name, asked = case
-    others = {"zero": limits.zeros, "recompute": limits.policies}.get(name, VALUES[name])
+    free = {"zero": limits.zeros, "recompute": limits.policies, "compressed": limits.compressions}
+    others = free.get(name, VALUES[name])
     for value in VALUES[name]:
         mask = limits.stage_mask(name, value)
         assert mask.dtype == bool
+        beside = name == "compressed"  # free blocks may have what one of their stage asks for
         expected = [
-            [i < j and all(v == value or (v is None and value in others) for v in asked[i:j])
+            [i < j and all(v == value or v is None for v in asked[i:j])
+             and (value in others or None not in asked[i:j] or (beside and value in asked[i:j]))
              for j in range(len(asked) + 1)]
             for i in range(len(asked) + 1)
         ]  # fmt: skip
@@ -295,9 +310,16 @@ def test_stages_are_cuts_and_may_be_ranges() -> None:
     assert stage_cuts(Overrides(), graph) is None
 
 
-@pytest.mark.parametrize("options", [{}, {"allow": ["quantized"], "precision": "fp16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"allow": ALLOWABLE, "precision": "fp16"}], ids=str)
 def test_what_is_not_allowed_is_left_out(options: dict[str, Any]) -> None:
     assert restrict(Overrides(), layers(), **options).quantizations == ("none",)
     assert restrict(Overrides(quantized="none"), layers(), **options).quantized == ("none",) * 8
     assert restrict(Overrides(), layers(), allow=ALLOWABLE).quantizations == QUANTIZED
+    assert restrict(Overrides(), layers(), **options).compressions == ("none",)
+    assert restrict(Overrides(), layers(), allow=["quantized"]).compressions == ("none",)
+    assert restrict(Overrides(), layers(), allow=["compressed"]).compressions == OFFERED
+    asked = restrict(Overrides(compressed={"head": "topk-10"}), layers(), allow=["compressed"])
+    assert asked.compressions == OFFERED
+    mask = asked.stage_mask("compressed", "topk-10")
+    assert (mask[:, -1][:-1].all(), mask[:, :-1].any()) == (True, False)  # stages with the head
     assert check_allow(["quantized", "quantized"]) == ("quantized",)

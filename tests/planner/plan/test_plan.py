@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.compressed import COMPRESSED
 from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS
 from meshwright.planner.decisions import OFFLOADS
 from meshwright.planner.plan import away_blocks, moved_parts, moved_sizes, off_device
@@ -41,6 +42,7 @@ STAGES = st.builds(
     dp_shard=st.none() | st.integers(1, 64),
     hpz=st.none() | st.integers(2, 64),
     quantized=st.sampled_from(["none", "both"]),
+    compressed=st.sampled_from(COMPRESSED),
     segments=st.integers(1, 3),
     recompute=st.sampled_from(["none", "full"]) | st.just({"full": ("h.0", "h.1", "embed")}),
     offload=st.dictionaries(st.sampled_from(OFFLOADS), st.sampled_from([0.0, 0.1, 1.0])),
@@ -172,9 +174,9 @@ def test_what_is_no_plan_is_named(texts: list[str], says: str) -> None:
 def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
     whole = data["stages"][0] if in_stage else data
-    place, more = ("my.json: stage 0", "offload, quantized, segments") if in_stage else (
-        "my.json", "chunked_loss, made, optimizer_in_backward, post_validation, slices",
-    )  # fmt: skip
+    place, more = "my.json", "chunked_loss, made, optimizer_in_backward, post_validation, slices"
+    if in_stage:
+        place, more = "my.json: stage 0", "compressed, offload, quantized, segments"
     legal = ", ".join(sorted([*whole, *more.split(", ")]))
     for key in whole.keys() - {"format"}:
         other = {("shedule" if k == key else k): v for k, v in whole.items()}

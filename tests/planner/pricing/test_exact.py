@@ -128,6 +128,7 @@ def test_no_price_depends_on_what_was_asked_before() -> None:
     stages: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
     stages += [{"zero": 2, "dp_shard": 2}, {"zero": 3, "hpz": 2}, {"zero": 3, "hpz": 4}]
     stages += [{"zero": 3, "quantized": "both"}, {"zero": 3, "quantized": "both", "hpz": 2}]
+    stages += [{"compressed": "powersgd-4"}, {"compressed": "topk-1"}]
     stages += [{"dp": 4, "cp": 2}, {"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}, {"recompute": "full"}]
     plans = [with_stage(base, **given) for given in stages]
     alone = with_stage(base, dp=1, ranks=(0,))

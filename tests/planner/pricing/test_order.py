@@ -47,9 +47,10 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"tp": 2}, {"cp": 2, "cp_kind": "ring"}, {"cp": 2, "cp_kind": "ulysses"},
         {"cp": 2, "cp_kind": "all_gather"}, {"cp": 4, "cp_kind": "ring"}, {"spread": 2},
         {"tp": 2, "spread": 2}, {"hpz": 2, "zero": 3}, {"quantized": "both", "zero": 3},
-        {"hpz": 2, "quantized": "both", "zero": 3}, {"dp_shard": 2, "zero": 1}, {"zero": 2},
-        {"zero": 3}, {"states": 0.5}, {"weights": 0.5, "states": 1.0}, {"activations": 0.5},
-        {"files": 0.5, "states": 1.0}, {"stepping": "validated"}, {"stepping": "in_backward"},
+        {"hpz": 2, "quantized": "both", "zero": 3}, {"compressed": "topk-1"}, {"zero": 3},
+        {"dp_shard": 2, "zero": 1}, {"zero": 2}, {"states": 0.5}, {"activations": 0.5},
+        {"weights": 0.5, "states": 1.0}, {"files": 0.5, "states": 1.0}, {"stepping": "validated"},
+        {"stepping": "in_backward"},
     ],
     "experts": [
         {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 8, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2},

@@ -192,6 +192,14 @@ def test_assumptions_tell_where_numbers_come_from() -> None:
     assert any(a.startswith("target eager: kernels fused: none") for a in assumptions)
 
 
+def test_numbers_that_change_are_told() -> None:
+    said, overrides = "the training's numbers change", Overrides(dp=4, compressed="powersgd-1")
+    found = planned(net(), cluster=slow_host(4), allow=["compressed"], overrides=overrides)
+    (line,) = (a for a in found.report.assumptions if a.startswith(said))
+    assert line.startswith(f"{said} with compressed=powersgd-1; ")
+    assert not any(a.startswith(said) for a in searched().report.assumptions)
+
+
 def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     overridden().report.trace(path)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.compressed import OFFERED
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft
@@ -295,6 +296,26 @@ def test_blocks_are_quantised_where_that_is_allowed_and_links_are_slow() -> None
     assert chosen(slow, allow=("quantized",), forbid=["quantized"]) == "none"
     fast = cluster(4, flops=1e9, memory_bandwidth=1e9, bandwidth=1e13)
     assert chosen(fast, allow=("quantized",)) == "none"
+
+
+def test_gradients_are_compressed_where_that_is_allowed_and_links_are_slow() -> None:
+    slow = cluster(2, nodes=2, bandwidth=1e9, node_bandwidth=1e8)
+
+    def chosen(on: Cluster, **more: Any) -> str:
+        given = {"dp": 4, "recompute": "none"}
+        return search(on, **given, **more).best.plan.stages[0].compressed
+
+    assert chosen(slow) == "none"
+    assert chosen(slow, allow=("quantized",)) == "none"
+    assert chosen(slow, allow=("compressed",)) in ("powersgd-4", "topk-0.1")
+    assert chosen(slow, allow=("compressed",), forbid=["compressed"]) == "none"
+    assert chosen(slow, allow=("compressed",), compressed="powersgd-1") == "powersgd-1"
+    fast = cluster(4, flops=1e9, memory_bandwidth=1e9, bandwidth=1e13)
+    assert chosen(fast, allow=("compressed",)) == "none"
+    # what one block asks for is its stage's, and offered to no other
+    one = {"dp": 2, "pp": 2, "recompute": "none", "compressed": {"head": "powersgd-1"}}
+    first, last = search(slow, **one, allow=("compressed",)).best.plan.stages
+    assert (first.compressed in OFFERED, last.compressed) == (True, "powersgd-1")
 
 
 def test_candidates_differ_and_the_best_comes_first() -> None:

@@ -52,6 +52,14 @@ def test_complexity_by_hand() -> None:
     assert why_simpler(PLAIN, looks) == "uses fewer axes besides the data axis"
     assert why_simpler(PLAIN, dataclasses.replace(PLAIN, filled=0.5)).startswith("fills less")
     assert why_simpler(looks, PLAIN) == ""
+    compressed = dataclasses.replace(PLAIN, sharing=Sharing(compressed="powersgd-4"))
+    assert compressed.complexity == 1.0  # numbers change for more than a tie alone
+    assert why_simpler(PLAIN, compressed) == "sums gradients as they are"
+    for k in (0, 1):  # of whichever stage
+        found = looks_of(
+            with_stage(plan_for(graph, stages=2, dp=2, tp=1), k, compressed="topk-1"), 0, 1
+        )
+        assert found.complexity == 1.0
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,7 @@ def test_complexity_by_hand() -> None:
         {"num_microbatches": 2},
         {"sharing": Sharing(zero=1)},
         {"sharing": Sharing(dp_shard=2)},
+        {"sharing": Sharing(compressed="topk-1")},
         {"spread": 2},
         {"away": 1},
         {"segmented": True},
