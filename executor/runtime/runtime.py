@@ -154,12 +154,12 @@ class Runtime(RankState):
         """The loss scale of fp16; None in other precisions."""
         return self.guard.scale
 
-    @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def all_loaded(self) -> None:
         """Take note that all tensors are new; what compressed sums remember is of others."""
         super().all_loaded()
         self.memories.clear()
 
+    @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def train_step(
         self,
         batch: Any,
