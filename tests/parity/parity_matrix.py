@@ -413,7 +413,7 @@ def _covers(cell: Cell) -> frozenset[Covered]:
         ("precision", PRECISIONS[cell.precision].narrow or cell.precision),
         ("unequal", len(set(meshes)) > 1),
         ("segments", cell.segments > 1), ("chunked", cell.chunks > 1),
-        ("sliced", cell.schedule if cell.slices else ""),
+        ("sliced", (used["tp"], cell.zero > 0) if cell.slices else ()),
         ("divided", cell.dp_shard is not None), ("hpz", cell.hpz is not None),
         *([("cp_kind", cell.cp_kind)] if cell.cp > 1 else []),
     }  # fmt: skip

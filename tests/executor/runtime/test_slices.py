@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright import Overrides, auto_parallelize
 from meshwright.executor.stages.stage import StageProgram
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 from tests.user_code.user_runs import free_links
 
 LENGTH, WORDS = 12, 48
@@ -78,7 +79,10 @@ def goes_on(given: dict[str, Any]) -> list[int]:
     "given",
     [
         {"slices": (6, 4, 2), "schedule": "1f1b"},
-        {"slices": 3, "schedule": "zb_h2", "post_validation": True, "recompute": "pointwise"},
+        pytest.param(
+            {"slices": 3, "schedule": "zb_h2", "post_validation": True, "recompute": "pointwise"},
+            marks=second_tier("post-validation without slices, and slices without it, stay"),
+        ),
     ],
     ids=["sizes", "validated afterwards"],
 )
