@@ -87,7 +87,7 @@ def context_exchange(
     setting, n = sizes.setting, sizes.setting.mesh.cp
     if shifts_tokens(sizes, op):
         assert sizes.context is not None and sizes.table.sequence is not None
-        tokens = sizes.table.sizes[sizes.table.sequence] / n
+        tokens = sizes.table.length / n
         nbytes = sizes.nbytes(op.operands[0], strategy.operands[0])
         # a rank passes on one token of each chunk of each row
         passed = n * ((1 + sizes.context.zigzag) * nbytes / tokens)

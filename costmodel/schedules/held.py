@@ -62,13 +62,13 @@ def moments(
 
 def fewest_alike(pipeline: Pipeline) -> Pipeline:
     """The pipeline of fewest micro-batches that has the same moments."""
-    _, num_stages, num_microbatches, _, slices = pipeline
-    alone, each = pipeline.most, pipeline.round
+    count, each = pipeline.num_microbatches, pipeline.round
+    ends = [pipeline.most_in_flight(k) for k in (0, pipeline.num_stages - 1)]
     # the schedules repeat themselves, in rounds
     warm = 5 * each
-    if alone is not None:
-        warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2 * slices
-    few = min(num_microbatches, warm + (num_microbatches - warm) % each)
+    if (most := max(filter(None, ends), default=None)) is not None:
+        warm = most + 2 * pipeline.slices
+    few = min(count, warm + (count - warm) % each)
     return pipeline._replace(num_microbatches=few)
 
 
@@ -80,8 +80,8 @@ def in_flight(pipeline: Pipeline, stage: int) -> int:
     check_count("num_microbatches", m)
     if not 0 <= stage < count:
         raise ScheduleError(f"stage={stage}: a pipeline of {count} has 0..{count - 1}")
-    if (most := pipeline.most) is not None:
-        return min(most(stage, count, m), m)
+    if (most := pipeline.most_in_flight(stage)) is not None:
+        return min(most, m)
     device = pipeline.device_of[stage]
     at = placed[device].index(stage)
     return max(one.active[at] + one.put_off[at] for one in moments(pipeline)[device])

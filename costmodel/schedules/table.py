@@ -247,13 +247,12 @@ class Pipeline(NamedTuple):
         """Micro-batches, or slices, after which its order repeats itself."""
         return orders.round_of(self.num_devices, self.slices)
 
-    @property
-    def most(self) -> Callable[[int, int, int], int] | None:
-        """`Schedule.in_flight` for it, of slices too; None where they are counted."""
-        alone = self.record.in_flight if self.each == 1 else None
-        if alone is None or self.slices == 1:
-            return alone
-        return lambda stage, p, m: alone(stage, p, m) + self.slices - 1
+    def most_in_flight(self, stage: int) -> int | None:
+        """`Schedule.in_flight` on a stage, of slices too; None where they are counted."""
+        if self.each > 1 or self.record.in_flight is None:
+            return None
+        count = self.record.in_flight(stage, self.num_stages, self.num_microbatches)
+        return count + self.slices - 1
 
     @property
     def shape(self) -> PipelineShape:

@@ -82,7 +82,7 @@ def context_layout(
 
 def lies_in_zigzag(graph: Graph, table: FactorTable, degree: int) -> bool:
     """Whether tokens lie in zigzag: where some attention is causal, and 2n chunks are equal."""
-    if table.sequence is None or table.sizes[table.sequence] % (2 * degree):
+    if table.sequence is None or table.length % (2 * degree):
         return False
     return any(is_causal(op) for op in graph.ops if traits_of(op).kernel == "attention")
 

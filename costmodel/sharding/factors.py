@@ -49,6 +49,11 @@ class FactorTable:
         return self.tokens.atom
 
     @property
+    def length(self) -> int:
+        """Tokens of the sequence that the context axis, or slices, split; 0 where there is none."""
+        return 0 if self.sequence is None else self.sizes[self.sequence]
+
+    @property
     def context(self) -> frozenset[int]:
         """Atoms of the sequence, as it is and shifted by a token; none where cp can't split it."""
         return self.tokens.shifted.union(() if self.sequence is None else (self.sequence,))

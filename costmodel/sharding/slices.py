@@ -28,8 +28,7 @@ from meshwright.costmodel.sharding.strategies import P, Placement
 
 def slice_layout(graph: Graph, table: FactorTable) -> ContextLayout:
     """States of every value on the axis of slices, however many there are and of which sizes."""
-    assert table.sequence is not None, "why_not_sliced"
-    length = table.sizes[table.sequence]
+    length = table.length
     degree = next((n for n in range(2, length) if length % n == 0), length)
     return replace(context_layout(graph, table, degree, ALL_GATHER), zigzag=False)
 

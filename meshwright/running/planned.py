@@ -156,7 +156,7 @@ class OtherShapes:
             traced = self.traced.with_example(example)
         graph, factors = traced.in_microbatches(*sizes)
         if plan.slices:
-            tokens = 0 if factors.sequence is None else factors.sizes[factors.sequence]
+            tokens = factors.length
             plan = replace(plan, slices=slices_at(plan, tokens))
             if tokens and not plan.slices:
                 warnings.warn(

@@ -134,11 +134,8 @@ def _slices(
     slowest = max(stages, key=lambda d: d.costs.forward_s + d.costs.backward_s)
     blocks = coster.graph.blocks[slowest.start : slowest.stop]
     attention = attention_part(coster, slowest.setup.setting, blocks, slowest.costs)
-    sequence = coster.problem.factors.sequence
-    assert sequence is not None, "a model whose tokens can be sliced"
-    length = coster.problem.factors.sizes[sequence]
     multiple = tensor_multiple(d.setup.mesh.tp for d in stages)
-    return even_work(length, pipeline.slices, attention, multiple)
+    return even_work(coster.problem.factors.length, pipeline.slices, attention, multiple)
 
 
 def _assignments(stages: Sequence[StageDraft]) -> list[dict[str, Assignment]]:

@@ -205,7 +205,7 @@ class Space:
             raise OverrideError(
                 f"={shown(asked)}: {why}", place="override slices", legal="1", way_out=WAY_OUT
             )
-        length, tp = self._length, self.restrictions.uniform("tp") or 1
+        length, tp = self.factors.length, self.restrictions.uniform("tp") or 1
         if count > (most := min(MOST_SLICES, length // tp)):
             raise OverrideError.refused("override slices", asked, legal=f"1 to {most}")
         if length % tp or any(size % tp for size in self.slice_sizes):
@@ -236,11 +236,6 @@ class Space:
             return kept_together(self.problem.meetings)
         return why_not_sliced(self.graph, self.factors)
 
-    @property
-    def _length(self) -> int:
-        sequence = self.factors.sequence
-        return 0 if sequence is None else self.factors.sizes[sequence]
-
     def rows(self, m: int) -> int:
         """Rows of a micro-batch where m, or slices of them, go through; 0 where m is none."""
         rows, rest = divmod(self.global_batch_size * (self.slices_asked or 1), m)
@@ -256,7 +251,7 @@ class Space:
         """Numbers of slices that are tried where nothing is asked."""
         decided = self.slices_asked or self.restrictions.microbatch_size not in (None, 1)
         decided = decided or not self.problem.target.gradients_come
-        cuts = [n for n in SLICES if not decided and self._length // n >= MIN_CONTEXT]
+        cuts = [n for n in SLICES if not decided and self.factors.length // n >= MIN_CONTEXT]
         return [] if cuts and self.unsliced else cuts
 
     def counts(self) -> list[int]:
@@ -280,7 +275,7 @@ class Space:
             slices, rest = divmod(m * devices // tp, self.global_batch_size)
             if rest or slices not in self._cuts or m // slices not in self.microbatch_counts():
                 continue
-            if self._length % tp:
+            if self.factors.length % tp:
                 continue
             shared = divisors(math.gcd(self.experts, devices // tp))
             meshes += [Mesh(dp=devices // tp, tp=tp, ep=ep) for ep in shared]
@@ -360,7 +355,7 @@ class Space:
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         if self.factors.sequence is None or (self.slices_asked or 1) > 1:
             return [cp for cp in legal if cp == 1]
-        length = self.factors.sizes[self.factors.sequence]
+        length = self.factors.length
         legal = [cp for cp in legal if length % cp == 0]
         offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
         return [cp for cp in legal if cp in self.restrictions.cp or cp in offered]
@@ -372,7 +367,9 @@ class Space:
         if any(tokens % mesh.tp for tokens in self.slice_sizes):
             return False
         slices = self.slices_asked or 1
-        if slices > 1 and (self._length % mesh.tp or slices > self._length // mesh.tp):
+        if slices > 1 and (
+            self.factors.length % mesh.tp or slices > self.factors.length // mesh.tp
+        ):
             return False
         if self.own_draws and mesh.devices > 1:
             return False

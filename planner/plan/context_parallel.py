@@ -31,7 +31,7 @@ def check_context(plan: Plan, graph: Graph, factors: FactorTable) -> None:
             place="plan: stage 0: cp",
             legal="1",
         )
-    length = factors.sizes[factors.sequence]
+    length = factors.length
     if length % stage.cp:
         raise PlanError(
             f"={stage.cp} does not divide sequences of {length}",

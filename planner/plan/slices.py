@@ -22,8 +22,7 @@ def check_slices(plan: Plan, graph: Graph, factors: FactorTable) -> None:
         raise PlanError(
             f"={list(plan.slices)}: {why}", place="plan: slices", legal="none", way_out=WAY_OUT
         )
-    assert factors.sequence is not None
-    length = factors.sizes[factors.sequence]
+    length = factors.length
     if sum(plan.slices) != length or min(plan.slices) < 1 or len(plan.slices) == 1:
         raise PlanError(
             f"={list(plan.slices)} are {sum(plan.slices)} tokens in all",
