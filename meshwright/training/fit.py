@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -389,7 +389,7 @@ class KeptPlans:
         """Have a plan for each of these numbers of hosts; those on which the run can't go on are
         named in a warning. Collective."""
         for count in sorted(set(hosts) - {cluster.num_nodes}):
-            other = replace(cluster, num_nodes=count)
+            other = cluster.on_nodes(count)
             if self.has(other):
                 continue
             try:
