@@ -129,7 +129,8 @@ def _repeated(problem: Problem, found: Decision, loop: OuterLoop) -> Decision:
         made=found.report.made,
         deferred=found.report.deferred,
     )
-    return replace(found, plan=plan, report=report, prediction=priced.prediction)
+    # without the programs of the search, which are of a part of the cluster
+    return Decision(plan=plan, report=report, prediction=priced.prediction)
 
 
 def _pays(best: Decision, other: Decision, objective: str) -> bool:

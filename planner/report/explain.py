@@ -257,7 +257,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         lines.append(_in_few_bits(problem, evaluation.plan.precision))
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {by}" for by in problem.profile.corrected_by()]
-    if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
+    hosted = any(stage.host for stage in evaluation.plan.stages)
+    if hosted and problem.cluster.host is not None:
         lines += [*problem.cluster.host.assumed(_measured_of_host(problem)), HOST_STEP]
     lines += [FILES] * bool(evaluation.prediction.flash_bytes)
     ops = {op.short for op in problem.graph.ops}

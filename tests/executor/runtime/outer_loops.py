@@ -1,4 +1,4 @@
-"""Replicas that train apart on one device, by the words of DiLoCo's algorithm (arXiv 2311.08105)."""
+"""Replicas that train apart, on one device, by the words of DiLoCo's algorithm (2311.08105)."""
 
 from __future__ import annotations
 
