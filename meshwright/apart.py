@@ -22,20 +22,20 @@ def best_apart(problem: Problem, request: Request, search: Search) -> Decision:
     none are asked for, the plan without them unless replicas surely take less, as a step is not
     all that their training takes. Raises `OverrideError` and `InfeasibleError`."""
     alone = replace(request, overrides=without(request.overrides, *OUTER_LOOP))
-    asked = _asked(problem, request)
-    if asked == 1:
+    count = _asked(problem, request)
+    if count == 1:
         return search(problem, alone)
-    if asked is not None:
-        return _replicated(problem, request, search, asked)
+    if count is not None:
+        return _replicated(problem, request, search, count)
     best: Decision | None = None
     infeasible: InfeasibleError | None = None
     try:
         best = search(problem, alone)
     except InfeasibleError as error:
         infeasible = error
-    for count in _counts(problem, request):
+    for number in _counts(problem, request):
         try:
-            other = _replicated(problem, request, search, count)
+            other = _replicated(problem, request, search, number)
         except (InfeasibleError, OverrideError):
             continue
         if best is None or _pays(best, other, request.objective):
@@ -49,29 +49,29 @@ def best_apart(problem: Problem, request: Request, search: Search) -> Decision:
 def _asked(problem: Problem, request: Request) -> int | None:
     """Replicas that are asked for, 1 where none are allowed; None where they are free."""
     overrides = request.overrides
-    asked: int | None = overrides.everywhere(REPLICAS)
-    if asked is None and REPLICAS not in problem.allow:
-        asked = 1
+    count: int | None = overrides.everywhere(REPLICAS)
+    if count is None and REPLICAS not in problem.allow:
+        count = 1
     said = [f"{name}={value}" for name, value in _given(overrides).items() if name != REPLICAS]
-    if asked == 1 and said:
+    if count == 1 and said:
         raise OverrideError(
             f": there are no {REPLICAS} that would meet",
             place=f"override {', '.join(said)}",
             legal=f"beside {REPLICAS} from 2, or allow=[{REPLICAS!r}] (--allow {REPLICAS})",
             way_out="give one of these, or drop the override",
         )
-    return asked
+    return count
 
 
 def _given(overrides: Overrides) -> dict[str, int]:
-    """What is said of an outer loop beyond doing without."""
+    """Overrides of an outer loop, but for those that do without."""
     off = {"outer_bits": 32, "fragments": 1}
-    given = {name: getattr(overrides, name) for name in OUTER_LOOP}
-    return {n: value for n, value in given.items() if value not in (None, off.get(n))}
+    values = {name: getattr(overrides, name) for name in OUTER_LOOP}
+    return {n: value for n, value in values.items() if value not in (None, off.get(n))}
 
 
 def _counts(problem: Problem, request: Request) -> Iterator[int]:
-    """As many as there are pools, or else any whose parts are whole nodes."""
+    """Numbers of replicas to try: of pools, or else any whose parts are whole nodes."""
     cluster, batch = problem.cluster, request.global_batch_size
     if cluster.num_nodes == 1:
         return
@@ -100,8 +100,8 @@ def _replicated(problem: Problem, request: Request, search: Search, count: int) 
     inner = replace(
         request, global_batch_size=batch // count, overrides=without(overrides, *OUTER_LOOP)
     )
-    found = search(replace(problem, cluster=here), inner)
-    return _repeated(problem, found, loop)
+    decision = search(replace(problem, cluster=here), inner)
+    return _repeated(problem, decision, loop)
 
 
 def _every(fragments: int) -> int:
@@ -109,14 +109,14 @@ def _every(fragments: int) -> int:
     return -(-SYNC_EVERY // fragments) * fragments
 
 
-def _repeated(problem: Problem, found: Decision, loop: OuterLoop) -> Decision:
+def _repeated(problem: Problem, decision: Decision, loop: OuterLoop) -> Decision:
     """The decision for one replica as that for all of them; its report's answers are of one."""
-    plan = replace(found.plan.repeated(loop), made=found.plan.made)
+    plan = replace(decision.plan.repeated(loop), made=decision.plan.made)
     evaluator = Evaluator(replace(problem, precision=plan.precision))
     priced = evaluator.price(plan)
-    report = explain_plan(priced, priced.priced[0].setting.problem, found.report.phases_s)
+    report = explain_plan(priced, priced.priced[0].setting.problem, decision.report.phases_s)
     notes = (
-        *found.report.notes,
+        *decision.report.notes,
         f"what was compared is of one replica, on {1 / loop.replicas:.3g} of the cluster",
     )
     described = {"cluster": problem.cluster.describe()}
@@ -124,10 +124,10 @@ def _repeated(problem: Problem, found: Decision, loop: OuterLoop) -> Decision:
         report,
         notes=notes,
         summary={**report.summary, **described},
-        solver=found.report.solver,
-        aside=found.report.aside,
-        made=found.report.made,
-        deferred=found.report.deferred,
+        solver=decision.report.solver,
+        aside=decision.report.aside,
+        made=decision.report.made,
+        deferred=decision.report.deferred,
     )
     # without the programs of the search, which are of a part of the cluster
     return Decision(plan=plan, report=report, prediction=priced.prediction)

@@ -61,19 +61,19 @@ def save_apart(
     with progress.during("saving a checkpoint"):
         folder, saving = run_on_first(everybody, lambda: prepared_folder(path))
 
-        def own() -> tuple[dict[str, LocalChunks], dict[str, Any]]:
+        def of_rank() -> tuple[dict[str, LocalChunks], dict[str, Any]]:
             with world.inside():
-                mine, notes = gathered(runtime, optimizer, extra or {}, saving)
+                chunks, notes = gathered(runtime, optimizer, extra or {}, saving)
                 prefix = prefix_of(world.number)
-                tensors = {f"{prefix}{name}": x for name, x in mine.items()}
+                tensors = {f"{prefix}{name}": x for name, x in chunks.items()}
                 return tensors | _in_common(meetings), notes
 
         with atomic_folder.discarded_on_error(saving, first=world.rank == 0):
-            tensors, notes = run_on_all(everybody, own)
-            told = gather_object(everybody, notes)
+            tensors, notes = run_on_all(everybody, of_rank)
+            of_ranks = gather_object(everybody, notes)
         training: dict[str, Any] = {}
         if world.rank == 0:
-            of_each = [told[k * world.size] for k in range(world.count)]
+            of_each = [of_ranks[k * world.size] for k in range(world.count)]
             training = {
                 **of_each[0],
                 OF_REPLICAS: {"notes": of_each, "met_at": list(meetings.met_at)},
@@ -122,19 +122,19 @@ def load_apart(
 
     with progress.during("loading a checkpoint"):
         manifest = run_on_first(everybody, opened)
-    found = replicas_in(manifest)
-    alike = found is not None and len(found["notes"]) == world.count
+    replicas = replicas_in(manifest)
+    alike = replicas is not None and len(replicas["notes"]) == world.count
     replica = world.number if alike else None
 
     def read() -> None:
         with world.inside():
-            if found is not None:
+            if replicas is not None:
                 _take(meetings, manifest)
             load(runtime, path, optimizer, extra=extra, replica=replica)
 
     run_on_all(everybody, read)
-    if found is not None:
-        met_at = [int(at) for at in found["met_at"]] if alike else []
+    if replicas is not None:
+        met_at = [int(at) for at in replicas["met_at"]] if alike else []
         meetings.went_on(met_at)
 
 

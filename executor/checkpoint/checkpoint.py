@@ -186,7 +186,7 @@ def gathered(
     extra: Mapping[str, Any],
     saving: Path,
 ) -> tuple[dict[str, LocalChunks], dict[str, Any]]:
-    """What this rank writes to a prepared folder, and on rank 0 the notes. Collective."""
+    """Chunks that this rank writes to a prepared folder, and on rank 0 the notes. Collective."""
     group = group_of(runtime)
     collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
     tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)

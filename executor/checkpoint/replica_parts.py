@@ -28,15 +28,15 @@ def prefix_of(replica: int) -> str:
 
 def replicas_in(manifest: Manifest) -> Mapping[str, Any] | None:
     """The notes on replicas: `notes` of each, `met_at`; None of a checkpoint without."""
-    found = (manifest.training or {}).get(OF_REPLICAS)
-    return found if isinstance(found, dict) else None
+    replicas = (manifest.training or {}).get(OF_REPLICAS)
+    return replicas if isinstance(replicas, dict) else None
 
 
 def of_replica(manifest: Manifest, replica: int | None) -> Manifest:
     """A replica's part of a checkpoint as one of its own; for None the first one's with the weights
     that all had in common. A checkpoint without replicas itself."""
-    found = replicas_in(manifest)
-    if found is None:
+    replicas = replicas_in(manifest)
+    if replicas is None:
         return manifest
     number = replica or 0
     prefix = prefix_of(number)
@@ -48,4 +48,4 @@ def of_replica(manifest: Manifest, replica: int | None) -> Manifest:
     if replica is None:
         common = {n: x for n, x in manifest.tensors.items() if n.startswith(IN_COMMON)}
         tensors = common | {n: x for n, x in tensors.items() if not n.startswith(IN_COMMON)}
-    return replace(manifest, tensors=tensors, training=found["notes"][number])
+    return replace(manifest, tensors=tensors, training=replicas["notes"][number])

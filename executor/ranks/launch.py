@@ -170,8 +170,8 @@ def _client(name: str, timeout: timedelta) -> PrefixStore:
 
 
 def meeting_store() -> PrefixStore:
-    """Where replicas wait for each other. Raises StateError where torch's process group was made
-    by someone else."""
+    """Store in which replicas wait for each other. Raises StateError where the process group was
+    made by someone else."""
     if _store is None:
         raise StateError(
             "the process group is the script's own, and replicas wait for each other in the store "

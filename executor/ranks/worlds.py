@@ -96,8 +96,8 @@ class ReplicaWorld:
 
     def sums(self, *numbers: float) -> list[float]:
         """Sums over replicas of a few numbers, added up in one order."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        return [float(x) for x in torch.stack(self.gathered(mine)).sum(0)]
+        here = torch.tensor(numbers, dtype=torch.float64)
+        return [float(x) for x in torch.stack(self.gathered(here)).sum(0)]
 
     def gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A host tensor of every replica."""
@@ -117,19 +117,19 @@ class ReplicaWorld:
         sent[: x.numel()] = x
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.peers)
-        mine = received.view(self.count, part).sum(0)
-        dist.all_gather(list(sent.view(self.count, part).unbind()), mine, group=self.peers)
+        part_sum = received.view(self.count, part).sum(0)
+        dist.all_gather(list(sent.view(self.count, part).unbind()), part_sum, group=self.peers)
         return sent[: x.numel()]
 
 
 def replica_world(count: int) -> ReplicaWorld:
     """This rank's world among so many replicas, of consecutive ranks each; made once. Collective
     among all ranks the first time."""
-    return _made(dist.group.WORLD, count)
+    return _world(dist.group.WORLD, count)
 
 
 @cache
-def _made(world: Any, count: int) -> ReplicaWorld:
+def _world(all_ranks: Any, count: int) -> ReplicaWorld:
     rank, size = dist.get_rank(), dist.get_world_size() // count
     number = rank // size
     inner = dist.new_group(
@@ -145,7 +145,7 @@ def _made(world: Any, count: int) -> ReplicaWorld:
         use_local_synchronization=True,
         group_desc="peers",
     )
-    made = ReplicaWorld(
+    world = ReplicaWorld(
         number=number,
         count=count,
         size=size,
@@ -155,5 +155,5 @@ def _made(world: Any, count: int) -> ReplicaWorld:
         store=launch.meeting_store(),
     )
     progress.counts_steps = True
-    launch.before_leaving.append(lambda: made.arrive("the end"))
-    return made
+    launch.before_leaving.append(lambda: world.arrive("the end"))
+    return world

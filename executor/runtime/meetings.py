@@ -91,7 +91,7 @@ class Share:
 
 
 def _device_of(axis: Axis, parameters: Sequence[StageParameter]) -> torch.device:
-    """Where the axis' group gathers."""
+    """Device on which the axis' group gathers."""
     return parameters[0].leaf.device if axis.size > 1 else torch.device("cpu")
 
 
@@ -143,9 +143,9 @@ class Meetings:
     def arrive_alike(self, place: str, what: str) -> None:
         """Wait for the other replicas. Raises StateError, on all, for those that come with
         something else."""
-        told = self.world.arrive(place, what)
-        if len(set(told)) > 1:
-            said = "; ".join(f"replica {k}: {text}" for k, text in enumerate(told))
+        texts = self.world.arrive(place, what)
+        if len(set(texts)) > 1:
+            said = "; ".join(f"replica {k}: {text}" for k, text in enumerate(texts))
             raise StateError(
                 f" of replicas that don't fit each other: {said}",
                 place=place,
@@ -155,8 +155,8 @@ class Meetings:
             )
 
     def _step(self, share: Share) -> None:
-        given = share.weights.to(share.dtype).float()  # as it was written
-        mean = self._mean(given - share.read(), exact=share.exact)
+        written = share.weights.to(share.dtype).float()  # as it was written
+        mean = self._mean(written - share.read(), exact=share.exact)
         share.momentum.mul_(self.momentum).add_(mean)
         share.weights.sub_(mean.add_(share.momentum, alpha=self.momentum), alpha=self.lr)
         share.write(share.weights)
@@ -165,9 +165,9 @@ class Meetings:
         """The mean of the replicas' changes, the same bits on all of them."""
         if exact or self.loop.outer_bits == 32:
             return self.world.total(change).div_(self.loop.replicas)
-        whole, scales = quantized(change)
+        rounded, scales = quantized(change)
         summed = torch.zeros_like(change)
-        for q, s in zip(self.world.gathered(whole), self.world.gathered(scales), strict=True):
+        for q, s in zip(self.world.gathered(rounded), self.world.gathered(scales), strict=True):
             summed += dequantized(q, s, change.numel())
         return summed.div_(self.loop.replicas)
 
@@ -283,15 +283,15 @@ def _cut(runtime: Runtime, fragments: int) -> list[frozenset[str]]:
 def _shares(runtime: Runtime, names: frozenset[str]) -> list[Share]:
     """This rank's shares of a fragment, one for each axis, dtype and way of sending."""
     place = runtime.place
-    found: dict[tuple[Any, ...], list[StageParameter]] = {}
+    by_holders: dict[tuple[Any, ...], list[StageParameter]] = {}
     for p in sorted(runtime.stage_parameters, key=lambda p: p.fqn):
         if p.trainable and p.fqn in names and p.stored.numel():
             tied = len(p.shared_stages) > 1
             divided = p.shard_placement.sharded
             key = p.experts, divided, tied, str(p.stored.dtype)
-            found.setdefault(key, []).append(p)
+            by_holders.setdefault(key, []).append(p)
     shares = []
-    for (experts, divided, tied, _), parameters in sorted(found.items(), key=lambda x: x[0]):
+    for (experts, divided, tied, _), parameters in sorted(by_holders.items(), key=lambda x: x[0]):
         holders = place.holders(experts=experts)
         axis = holders.replicate if divided else holders.data
         shares.append(Share(parameters=parameters, axis=axis, exact=tied))
@@ -310,6 +310,6 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (blocks / divisors[:, None]).round().to(torch.int8), scales
 
 
-def dequantized(whole: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
-    """What `quantized` made of so many elements."""
-    return (whole.float() * scales[:, None]).flatten()[:numel]
+def dequantized(rounded: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
+    """fp32 values of so many elements that were `quantized`."""
+    return (rounded.float() * scales[:, None]).flatten()[:numel]

@@ -12,10 +12,9 @@ from meshwright.costmodel.kernels import collective_time, crosses_node, group_fo
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import Entry, Problem
-from meshwright.costmodel.outer_loop import OuterExchange
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment
-from meshwright.costmodel.stages import Peak, StageCosts, device_peaks
+from meshwright.costmodel.stages import OuterExchange, Peak, StageCosts, device_peaks
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
     Known,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.costmodel.outer_loop import STATE_BYTES, OuterExchange
+from meshwright.costmodel.stages import STATE_BYTES, OuterExchange
 from meshwright.planner.decisions import OUTER_LOOP, divisors
 from meshwright.planner.plan import OuterLoop, Plan, PlanError
 from meshwright.planner.pricing.priced_stage import PricedStage
@@ -16,8 +16,8 @@ from meshwright.profiles.inputs import MeshwrightError
 
 def replica_counts(cluster: Cluster) -> list[int]:
     """Numbers of replicas that a cluster may have, from 2: of whole nodes, or of devices of one."""
-    whole = cluster.num_nodes if cluster.num_nodes > 1 else cluster.devices_per_node
-    return [n for n in divisors(whole) if n > 1]
+    units = cluster.num_nodes if cluster.num_nodes > 1 else cluster.devices_per_node
+    return [n for n in divisors(units) if n > 1]
 
 
 def cluster_of_replica(
@@ -41,8 +41,7 @@ def cluster_of_replica(
 
 
 def outer_exchange(plan: Plan, loop: OuterLoop, stages: Sequence[PricedStage]) -> OuterExchange:
-    """What the replicas of a plan exchange when they meet: all trained weights, each rank its
-    share."""
+    """Exchange of a plan's replicas when they meet: all trained weights, each rank its share."""
     elements = 0.0
     for stage in stages:
         graph = stage.setting.problem.graph
