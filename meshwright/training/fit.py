@@ -213,8 +213,8 @@ def _planned(
     folder: Path | None,
     hosts: tuple[int, ...],
 ) -> ParallelModel:
-    check_alone("fit", model.plan if isinstance(model, ParallelModel) else planning)
     if isinstance(model, ParallelModel):
+        check_alone("fit", model.plan)
         check_hosts(hosts, folder, decided=True)
         if planning is not None:
             raise FitError(
@@ -227,6 +227,7 @@ def _planned(
     check_planned(model, planning)
     options = dict(planning or {})
     check_hosts(hosts, folder, decided="plan" in options)
+    check_alone("fit", planning)
     if "global_batch_size" not in options:
         raise FitError(
             " has no global_batch_size",
