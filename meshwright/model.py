@@ -9,7 +9,7 @@ import torch
 from meshwright.arguments import check_margin, check_types
 from meshwright.decisions import Decision, one_at_a_time
 from meshwright.executor.checkpoint import hand_over, take_over
-from meshwright.executor.errors import OptimizerError
+from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
@@ -74,6 +74,14 @@ class ParallelModel(Steps, Evaluation, State):
         )
         decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         new = ParallelModel(decision, self._problem, request, self._traced)
+        if self._runtime is not None and (self.plan.outer_loop or new.plan.outer_loop):
+            raise StateError(
+                ": of replicas that train apart, no weights pass to a new plan in memory",
+                place="replan",
+                legal="plans without an outer loop, while ranks are running",
+                way_out="save_checkpoint(path, optimizer), auto_parallelize anew, and "
+                "load_checkpoint(path, optimizer)",
+            )
         if self._monitor is not None:
             self._monitor.close()
         if self._runtime is not None and not new._why_not:
@@ -116,6 +124,13 @@ class ParallelModel(Steps, Evaluation, State):
         Raises RuntimeError before five steps were observed, and where no ranks run. A cache that
         can't be written is a warning: the factors hold in this process.
         """
+        if self.plan.outer_loop is not None:
+            raise StateError(
+                ": steps of replicas that train apart are not those of one plan of all ranks",
+                place="recalibrate",
+                legal="a plan without an outer loop",
+                way_out="train with plan.of_one_replica on the ranks of one, and recalibrate there",
+            )
         recalibration = recalibrated(
             self.plan, self._problem, self.monitor, self.runtime.place.device
         )
@@ -144,7 +159,7 @@ class ParallelModel(Steps, Evaluation, State):
         """
         rehearsal = rehearse_plan(
             self._checked(),
-            self._problem,
+            self._problem_of_one,
             self._traced,
             optimizer=optimizer,
             every=every,

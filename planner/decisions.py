@@ -24,6 +24,8 @@ from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 ZERO = (0, 1, 2, 3)
 # axes from the innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
+OUTER_BITS = (32, 8)  # of what replicas send when they meet
+SYNC_EVERY = 100  # steps between meetings where nothing is said
 OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # parts that may lie off devices
 
 
@@ -35,10 +37,10 @@ class Decision:
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
     number from 0 to 1, of some no more (`within`) than of another, why, `sizes` (a list of whole
     numbers from 1, in an override perhaps how many there are), or else whole numbers from 1. `off`
-    does without it. A plan file has it, where it is `written`, in a stage, its mesh or the plan
-    itself, `always` or unless it is off; what is `beside` another, with that one, without which it
-    is nothing. It `acts` on the whole plan, a stage or a block; all but the first may be given by
-    block. `of_devices`: it counts some of the cluster's devices.
+    does without it. A plan file has it, where it is `written`, in a stage, its mesh, the plan
+    itself or its outer loop, `always` or unless it is off; what is `beside` another, with that one,
+    without which it is nothing. It `acts` on the whole plan, a stage or a block; all but the first
+    may be given by block. `of_devices`: it counts some of the cluster's devices.
 
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
@@ -62,7 +64,7 @@ class Decision:
     sizes: bool = False
     off: Any = 1
     acts: Literal["plan", "stage", "block"] = "stage"
-    written: Literal["", "mesh", "stage", "plan"] = ""
+    written: Literal["", "mesh", "stage", "plan", "outer_loop"] = ""
     always: bool = False
     beside: str = ""
     of_devices: bool = False
@@ -221,6 +223,10 @@ def _most(text: str, counts: Sequence[int | None]) -> str:
     return text.format(most) if most else ""
 
 
+def _several(counts: Sequence[int]) -> list[int]:
+    return [n for n in counts if n > 1]
+
+
 def offloaded(stages: Sequence[Mapping[str, float]]) -> str:
     """Parts off devices of the stage with the most, as `62 % of the optimizer states and
     activations of 50 % of the blocks in host memory, 10 % of the states in files on flash instead`;
@@ -332,12 +338,36 @@ _TABLE = (
         off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,
         line=lambda stepped: "optimizer in the backward" * any(stepped),
     ),
+    Decision(
+        "replicas",
+        "replicas of the model that train apart and meet in an outer Nesterov step on their mean "
+        "(DiLoCo); free, with --allow replicas, as many as pay",
+        acts="plan", written="outer_loop", always=True, allowed="numbers",
+        of_train_step=True, line=lambda counts: _most("{} replicas", _several(counts)),
+    ),
+    Decision(
+        "sync_every", "steps from one meeting of replicas to the next; 100 where it is free",
+        off=None, acts="plan", written="outer_loop", always=True,
+        line=lambda steps: _most("meeting every {} steps", steps),
+    ),
+    Decision(
+        "outer_bits", "bits of what replicas send of each weight when they meet",
+        legal=OUTER_BITS, off=OUTER_BITS[0], acts="plan", written="outer_loop",
+        line=lambda bits: _most("in {} bits", [n for n in bits if n != OUTER_BITS[0]]),
+    ),
+    Decision(
+        "fragments", "parts of the weights that meet one after the other (Streaming DiLoCo)",
+        acts="plan", written="outer_loop",
+        line=lambda parts: _most("in {} fragments", _several(parts)),
+    ),
 )  # fmt: skip
 
 _BY_NAME = {d.name: d for d in _TABLE}
 DECISIONS: Mapping[str, Decision] = MappingProxyType(_BY_NAME)
 BY_BLOCK = tuple(d.name for d in _TABLE if d.by_block)
 SHARING = tuple(d for d in _TABLE if d.shared)  # how states are shared out
+# how replicas meet, the first being how many there are
+OUTER_LOOP = tuple(d.name for d in _TABLE if d.written == "outer_loop")
 MESH = tuple(d.name for d in _TABLE if d.by_block and d.of_devices and not d.shared)
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {d.name: d.legal for d in _TABLE if d.legal}
@@ -516,6 +546,11 @@ CONTRADICTIONS = (
     Contradiction(
         "post_validation", "offload", lambda validated, parts: validated and _away(parts),
         "states are undone on devices", _PIPELINE,
+    ),
+    Contradiction(
+        "fragments", "sync_every", lambda parts, steps: parts > 1 and steps and steps % parts,
+        "each meets so many steps after the one before: their quotient",
+        "a divisor of sync_every",
     ),
     *_of_one_pass(),
     *_of_compressed(),

@@ -195,6 +195,9 @@ MORE_FILES: dict[str, int] = {"recompute": 13, "schedule": 15, "zero": 13}
 KNOBS = {
     "quantized": {"quantized", "quantised"},
     "compressed": {"compressed"},
+    "sync_every": {"sync_every"},
+    "outer_bits": {"outer_bits"},
+    "fragments": {"fragments"},
     "hpz": {"hpz"},
     "dp_shard": {"dp_shard"},
     "segments": {"segments"},

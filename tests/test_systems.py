@@ -25,6 +25,7 @@ from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.sums import LATER
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, FSDP, MEGATRON
+from meshwright.planner.plan.plan import OuterLoop
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
 from meshwright.planner.pricing.segment_costs import segment_recompute
 from meshwright.profiles.cluster import Cluster
@@ -127,6 +128,21 @@ def compressed(name: str, column: str) -> Measured:
     moments = parameters.moment_bytes(named, R)
     held = model_states(symbols["Psi"], **given, sharing=sharing, dp=N, moments=moments)
     return symbols, [held.nbytes]
+
+
+def apart(column: str, bits: int = 32) -> Measured:
+    """What a rank sends to other replicas in a step, or what its host keeps for them."""
+    graph, factors = traced()
+    loop, cluster = OuterLoop(replicas=2, sync_every=10, outer_bits=bits), NODES
+    inner = plan_for(graph, dp=8, tp=1, global_batch_size=8, num_microbatches=1, precision="bf16")
+    problem = Problem(graph=graph, factors=factors, cluster=cluster, precision="bf16")
+    priced = Evaluator(problem).price(inner.repeated(loop))
+    numel = graph.num_parameters()
+    symbols: dict[str, float] = {"Psi": numel, "n": 8, "R": 2, "H": 10}
+    assert priced.meeting is not None
+    if column == "volume":
+        return symbols, [priced.meeting.sent_bytes / loop.sync_every]
+    return symbols, [priced.prediction.host_memory_bytes[0] / 8]
 
 
 def kept_of_tokens(name: str) -> Measured:
@@ -447,6 +463,9 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     "Top-k with a memory of errors": {
         column: partial(compressed, "topk-1", column) for column in ("volume", "memory")
     },
+    "Local SGD": {column: partial(apart, column) for column in ("volume", "memory")},
+    "DiLoCo": {column: partial(apart, column) for column in ("volume", "memory")},
+    "Streaming DiLoCo": {column: partial(apart, column, 8) for column in ("volume", "memory")},
     "ZeRO-1": {"volume": ZERO_1, "memory": partial(states, 1)},
     "Weight-update sharding": {"volume": ZERO_1, "memory": partial(states, 1)},
     "Distributed optimizer (Megatron)": {

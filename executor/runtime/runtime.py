@@ -79,11 +79,13 @@ from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parame
 class RunOptions:
     """Options of a plan's run: `compile` its blocks (True, or a backend), on a `device` (None: this
     rank's), and whether replicas are compared with rank 0's in place of being made equal;
-    `pipeline` runs the instructions of each step."""
+    `pipeline` runs the instructions of each step; `replica` is its number among those that train
+    apart, which draw other dropout masks."""
 
     compile: bool | str = False
     device: torch.device | None = None
     check_replicas: bool = False
+    replica: int = 0
     pipeline: Callable[..., PipelineRun] = PipelineRun
 
 
@@ -110,6 +112,7 @@ class Runtime(RankState):
         device = options.device or ranks.device_here()
         backend = backend_of(options.compile, device.type)
         ranks.progress.stages = stages_of_ranks(plan)
+        ranks.progress.replica_size = plan.num_ranks
         place = join_plan(checked, device)
         user = UserModel(model)
         if place.mesh is not None and options.check_replicas:
@@ -140,9 +143,10 @@ class Runtime(RankState):
         self.lowered = Steps(self.planned)
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
-        self.pipeline = options.pipeline
+        self.pipeline, self.replica = options.pipeline, options.replica
         self.validation = Validation(self)
         self.steps = 0
+        self.loads = 0  # times that all tensors were given other values
         self.seed = shared_seed(place)
         self.batch_check = ranks.BatchCheck()
         self.retired = False  # by a plan that took the model over
@@ -158,6 +162,7 @@ class Runtime(RankState):
         """Take note that all tensors are new; what compressed sums remember is of others."""
         super().all_loaded()
         self.memories.clear()
+        self.loads += 1
 
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def train_step(
@@ -449,7 +454,8 @@ class Runtime(RankState):
             accumulate_grads(self.stage_parameters, self.place.device)
 
     def _step_seed(self) -> int:
-        return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
+        apart = self.replica * 1_000_003**2
+        return random.Random(self.seed * 1_000_003 + self.steps + apart).getrandbits(31)
 
 
 # --- joined passes --------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from meshwright.costmodel.operators import Problem
@@ -62,12 +61,15 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=f"{name}={theirs!r}",
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
-    for (k, stage), (name, decision) in product(enumerate(plan.stages), DECISIONS.items()):
+    for name, decision in DECISIONS.items():
         refused = decision.allowed == "numbers" and name not in problem.allow
-        if refused and decision.uses(value := getattr(stage, name)):
+        for k, holder in enumerate(plan.having(name) if refused else ()):
+            if not decision.uses(value := getattr(holder, name)):
+                continue
+            of_stage = f"stage {k}: " * (decision.acts != "plan")
             raise PlanError(
                 f"={value!r}: numbers change with it, and it is not allowed",
-                place=f"plan: stage {k}: {name}",
+                place=f"plan: {of_stage}{name}",
                 legal=decision.off,
                 way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
             )

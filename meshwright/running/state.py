@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from torch import nn
 from meshwright.costmodel.memory import optimizer_named
 from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
-from meshwright.executor.checkpoint import Saving, checkpoint, weights
+from meshwright.executor.checkpoint import Saving, checkpoint, load_apart, save_apart, weights
 from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
-from meshwright.executor.ranks import background, progress, run_on_all
+from meshwright.executor.ranks import background, gloo_group, progress, run_on_all
 from meshwright.executor.runtime import group_of
 from meshwright.executor.stages import check_trains, chosen_matrices, stepped_whole
 from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import checked_booleans
-from meshwright.running.planned import PlannedModel
+from meshwright.running.planned import PlannedModel, in_replica
 
 
 class State(PlannedModel):
@@ -40,6 +41,14 @@ class State(PlannedModel):
         with progress.during("checking the optimizer"):
             run_on_all(group, lambda: check_trains(optimizer, runtime.model))
 
+    @in_replica
+    def _checked_optimizer(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> torch.optim.Optimizer | None:
+        """An optimizer that trains the model alone, as this rank holds it. Collective."""
+        self._check_optimizer(optimizer)
+        return self._held(optimizer)
+
     def _held(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
         """An optimizer over parameters as this rank holds them. Collective."""
         return optimizer.spread() if isinstance(optimizer, WholeTensors) else optimizer
@@ -54,6 +63,7 @@ class State(PlannedModel):
         needs whole matrices has `whole_tensor_optimizer`."""
         return (p for _, p in self.named_parameters())
 
+    @in_replica
     def make_optimizer(
         self,
         kind: str | Callable[..., torch.optim.Optimizer] | None = None,
@@ -112,6 +122,7 @@ class State(PlannedModel):
                 legal="options of that optimizer",
             ) from error  # fmt: skip
 
+    @in_replica
     def whole_tensor_optimizer(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -131,21 +142,41 @@ class State(PlannedModel):
         held, place = runtime.stage_parameters, runtime.place
         return WholeTensors(optimizer_class, chosen, held=held, place=place, options=options)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """This stage's parameters (DTensors) and buffers by FQN, tied names included."""
-        return self.runtime.state_dict()
+    @contextmanager
+    def _as_met(self) -> Iterator[None]:
+        """Context in which the weights are those of the last meeting of replicas, where there are
+        several."""
+        if self.plan.outer_loop is None:
+            yield
+        else:
+            with self.meetings.holding():
+                yield
 
+    @in_replica
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This stage's parameters (DTensors) and buffers by FQN, tied names included; of replicas
+        that train apart copies of the weights at their last meeting, collective within each."""
+        if self.plan.outer_loop is None:
+            return self.runtime.state_dict()
+        with self._as_met():
+            return {name: x.clone() for name, x in self.runtime.state_dict().items()}
+
+    @in_replica
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, torch.Tensor]:
         """The whole model's state as CPU tensors, for `model.load_state_dict`; on every rank, or
-        tensor by tensor on one `rank`, the others getting an empty dict. Collective."""
-        if rank is None:
-            return self.runtime.full_state_dict()
-        return export.full_state_dict(self.runtime, rank)
+        tensor by tensor on one `rank`, the others getting an empty dict. Collective. Of replicas
+        that train apart the weights at their last meeting, and `rank` is one of each."""
+        with self._as_met():
+            if rank is None:
+                return self.runtime.full_state_dict()
+            return export.full_state_dict(self.runtime, rank)
 
+    @in_replica
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from a whole state dict by FQN."""
         self.runtime.load_state_dict(state)
 
+    @in_replica
     def init_weights(self, seed: int = 0) -> None:
         """Initialise a model that is on meta as `model.to_empty(device="cpu")`, `torch.manual_seed`
         and `model.apply` of the modules' own initialisers do on one device (not as the constructor,
@@ -155,6 +186,7 @@ class State(PlannedModel):
         """
         weights.init_weights(self.runtime, seed)
 
+    @in_replica
     def load_weights(self, path: str | Path) -> None:
         """Read weights from a `torch.save` file, safetensors (a file, or a folder with an index) or
         a checkpoint, each rank only its part. Collective. Checkpoints and folders of
@@ -185,14 +217,24 @@ class State(PlannedModel):
         adapters the trained parameters. Raises ValueError for what can't be saved so, RuntimeError
         where writing fails, the same on all ranks.
         """
-        export.save_pretrained(
-            self.runtime,
-            path,
-            max_shard_size=max_shard_size,
-            trainable_only=trainable_only,
-            dtype=dtype,
-            submodule=submodule,
-        )
+        options: dict[str, Any] = {
+            "max_shard_size": max_shard_size,
+            "trainable_only": trainable_only,
+            "dtype": dtype,
+            "submodule": submodule,
+        }
+        if self._world is None:
+            export.save_pretrained(self.runtime, path, **options)
+            return
+        self.meetings.meet_if_due()
+
+        def first() -> None:
+            if self._world is not None and self._world.number == 0:
+                with self._inside(), self._as_met():
+                    export.save_pretrained(self.runtime, path, **options)
+
+        self.meetings.arrive_alike("save_pretrained", str(path))
+        run_on_all(gloo_group(), first)
 
     @checked_booleans
     def save_checkpoint(
@@ -217,8 +259,10 @@ class State(PlannedModel):
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
-        self._check_optimizer(optimizer)
-        held = self._held(optimizer)
+        held = self._checked_optimizer(optimizer)
+        if self.plan.outer_loop is not None:
+            save_apart(self.meetings, path, held, extra=extra)
+            return Saving(thread=None)
         self._saving = checkpoint.save(
             self.runtime, path, held, extra=extra, asynchronous=asynchronous
         )
@@ -238,8 +282,10 @@ class State(PlannedModel):
         about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
         damaged file, or one that would run code), the same on all ranks.
         """
-        self._check_optimizer(optimizer)
-        held = self._held(optimizer)
-        checkpoint.load(self.runtime, path, held, extra=extra)
+        held = self._checked_optimizer(optimizer)
+        if self.plan.outer_loop is not None:
+            load_apart(self.meetings, path, held, extra=extra)
+        else:
+            checkpoint.load(self.runtime, path, held, extra=extra)
         if isinstance(optimizer, WholeTensors) and held is not None:
             optimizer.take(held)

@@ -115,7 +115,7 @@ class Drafter:
 
     def on_nodes(self, num_nodes: int) -> Self:
         """A drafter on another number of nodes."""
-        cluster = replace(self.problem.cluster, num_nodes=num_nodes)
+        cluster = self.problem.cluster.on_nodes(num_nodes)
         return self.like(problem=replace(self.problem, cluster=cluster))
 
     def simulated(

@@ -37,6 +37,14 @@ class Exported:
 def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Exported:
     """The plan as a configuration. Raises `ConfigurationError` where what is left contradicts
     itself."""
+    if plan.outer_loop is not None:
+        raise ConfigurationError(
+            f": {plan.replicas} replicas train apart, of which {kind.name} has no outer loop",
+            place="plan: outer_loop",
+            legal="a plan without",
+            way_out="write plan.of_one_replica, which each of them runs, or run the plan with "
+            "train_step",
+        )
     values, lost = values_of(plan, kind)
     _fold(values, kind, lost)
     if optimizer is not None and "optimizer" in kind.names:

@@ -69,6 +69,7 @@ SAID = (
 REFUSED = {
     "cp": "attention on a part of the tokens is no style of parallelize_module",
     "ep": "experts on other ranks are no style of parallelize_module",
+    "replicas": "torch has no outer loop of replicas that train apart",
 }
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
@@ -156,13 +157,15 @@ def torch_script(plan: Plan, graph: Graph, *, module: str) -> Script:
 
 def _check(plan: Plan, graph: Graph) -> None:
     """Raise `ScriptError` for what no script says."""
-    for k, stage in enumerate(plan.stages):
-        for name, why in REFUSED.items():
-            if getattr(stage, name) > 1:
+    for name, why in REFUSED.items():
+        for k, holder in enumerate(plan.having(name)):
+            if (value := getattr(holder, name)) > 1:
+                place = f"stage {k}: {name}" if holder is not plan else name
                 raise ScriptError(
-                    f"={getattr(stage, name)}: {why}", place=f"stage {k}: {name}", legal="1",
+                    f"={value}: {why}", place=place, legal="1",
                     way_out=f"plan again with {name}=1, or run the plan with train_step",
                 )  # fmt: skip
+    for k, stage in enumerate(plan.stages):
         if (stage.dp, stage.tp) != (plan.stages[0].dp, plan.stages[0].tp):
             raise ScriptError(
                 f": dp{stage.dp}×tp{stage.tp} after dp{plan.stages[0].dp}×tp{plan.stages[0].tp}; "

@@ -73,7 +73,10 @@ class Overrides:
     `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
     `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
     `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
-    step, so that only a few gradients are there at once. `forbid`
+    step, so that only a few gradients are there at once. `replicas` train apart, each on its rows
+    of the batch, and meet every `sync_every` steps (100), where they send changes in `outer_bits`
+    (32 or 8), their weights in `fragments` at steps of their own; without them there are none,
+    unless they are allowed and pay. `forbid`
     lists what must not be used: one of `forbiddable()`. Raises `OverrideError`.
     """
 
@@ -102,6 +105,10 @@ class Overrides:
     chunked_loss: int | None = None
     post_validation: bool | None = None
     optimizer_in_backward: bool | None = None
+    replicas: int | None = None
+    sync_every: int | None = None
+    outer_bits: int | None = None
+    fragments: int | None = None
     forbid: Collection[str] = ()
 
     def __new__(cls, *_: Any, **given: Any) -> Self:

@@ -41,7 +41,14 @@ if TYPE_CHECKING:
         with_loss_in,
     )
     from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
-    from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of, segments_of, stage_on
+    from meshwright.planner.plan.plan import (
+        OuterLoop,
+        Plan,
+        StagePlan,
+        recompute_of,
+        segments_of,
+        stage_on,
+    )
     from meshwright.planner.plan.ranges import (
         PlanError,
         compress_names,

@@ -15,13 +15,13 @@ from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, SHARING, divisors
+from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, OUTER_LOOP, SHARING, divisors
 from meshwright.planner.plan.assignments import Known, plan_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
 from meshwright.planner.plan.loss_parts import check_parts
-from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan.plan import OuterLoop, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
 from meshwright.planner.plan.slices import check_slices
@@ -50,6 +50,9 @@ def check_plan(
     """
     known = {} if known is None else known
     _check_model(plan, graph, known)
+    if plan.outer_loop is not None:
+        _check_outer_loop(plan, plan.outer_loop)
+        return check_plan(plan.of_one_replica, graph, factors, known)
     _check_step(plan)
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
@@ -73,6 +76,23 @@ def check_plan(
     for k, stage in enumerate(plan.stages):
         check_experts(stage, graph, factors, assignments[k], f"plan: stage {k}")
     return assignments
+
+
+def _check_outer_loop(plan: Plan, loop: OuterLoop) -> None:
+    """Raise `PlanError` for replicas that don't share out the batch, or meet at no step."""
+    for name in OUTER_LOOP:
+        decision, value = DECISIONS[name], getattr(loop, name)
+        if not decision.accepts(value) or (name == OUTER_LOOP[0] and value == 1):
+            legal = "an integer from 2" if name == OUTER_LOOP[0] else decision.values
+            raise PlanError.refused(f"plan: outer_loop: {name}", value, legal=legal)
+    if not plan.stages or plan.global_batch_size % loop.replicas:
+        raise PlanError(
+            f"={loop.replicas} does not divide global_batch_size={plan.global_batch_size}",
+            place=f"plan: outer_loop: {OUTER_LOOP[0]}",
+            legal=[n for n in divisors(plan.global_batch_size) if n > 1],
+            way_out="change one of the two",
+        )
+    _check_contradictions(plan)
 
 
 def check_runs(plan: Plan) -> None:

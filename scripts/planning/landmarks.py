@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Cluster, Link, Overrides, auto_parallelize
 from meshwright.planner.plan import InfeasibleError, PlanError
 from scripts.planning.cases import Model, decoder, gpt, gpt3, llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landmark:
-    """A model on `nodes` of `devices` each; `batch` rows a step; `given` goes to the planner."""
+    """A model on `nodes` of `devices` each, with a link between `sites` of one node where they are
+    that; `batch` rows a step; `given` goes to the planner."""
 
     model: Callable[[], Model]
     node: str
@@ -30,6 +31,7 @@ class Landmark:
     devices: int | None = None
     precision: str = "bf16"
     given: Mapping[str, Any] = field(default_factory=dict)
+    sites: Link | None = None
 
 
 def llama_8b(length: int) -> Callable[[], Model]:
@@ -84,6 +86,17 @@ LANDMARKS: Mapping[str, Landmark] = {
         model=lambda: gpt(24, 1024, 16, 50304, 1024),
         node="dgx-h100", batch=64, given={"allow": ["compressed"]},
     ),
+    # two sites with 1 Gb/s between: replicas that train apart (Douillard et al. 2023)
+    "gpt-350m on two sites of 8 H100": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", nodes=2, batch=128, given={"allow": ["replicas"]},
+        sites=Link(name="1 Gb/s between sites", latency_s=0.02, bandwidth=1.25e8),
+    ),
+    # and on one site nothing changes, though it may
+    "gpt-350m on one of two sites' nodes": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", nodes=2, batch=128, given={"allow": ["replicas"]},
+    ),
     # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
     "gpt-14.6b, pipeline of 16 A100": Landmark(
         model=lambda: gpt(46, 5120, 40, 50304, 1024),
@@ -97,6 +110,8 @@ def show(name: str) -> None:
     model, started = case.model(), time.perf_counter()
     size = {} if case.devices is None else {"devices_per_node": case.devices}
     cluster = Cluster.from_catalog(case.node, num_nodes=case.nodes, **size)
+    if case.sites is not None:
+        cluster = replace(cluster, num_pools=case.nodes, pool_link=case.sites)
     try:
         result = auto_parallelize(
             model.module,
