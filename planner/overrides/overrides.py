@@ -60,7 +60,8 @@ class Overrides:
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, `slices`, in
     how many parts of its tokens each goes through the pipeline, or their sizes (1: whole), the
-    `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
+    `branches` of the model that lie on device groups of their own, or how many groups each stage is
+    from the end (1: stages follow each other), the `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
     node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
     "ulysses". `stages` lists the blocks of each stage (of one copy of the model). `shardings` maps
     globs over modules, operators or parameters to decisions (`colwise`, `rowwise`, `vocab`,
@@ -86,6 +87,7 @@ class Overrides:
     microbatch_size: int | None = None
     num_microbatches: int | None = None
     slices: int | Sequence[int] | None = None
+    branches: int | Sequence[int] | None = None
     schedule: str | None = None
     placement: str | None = None
     cp_kind: ContextKind | None = None

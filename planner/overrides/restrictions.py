@@ -54,7 +54,7 @@ class Restrictions:
     None where it is free, as are `host_states`, the part of the optimizer states in host memory
     (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
-    `slices` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
+    `slices` and `branches` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
     first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are the block
     positions at which stages end, where the user gave them.
     """
@@ -85,6 +85,7 @@ class Restrictions:
     microbatch_size: int | None
     num_microbatches: int | None
     slices: int | Sequence[int] | None
+    branches: int | Sequence[int] | None
     unequal_meshes: bool
     cuts: tuple[int, ...] | None
     shardings: Mapping[str, str]
@@ -184,6 +185,7 @@ def restrict(
         microbatch_size=wanted.microbatch_size,
         num_microbatches=wanted.num_microbatches,
         slices=1 if "slices" in wanted.forbid else wanted.slices,
+        branches=1 if "branches" in wanted.forbid else wanted.branches,
         unequal_meshes=not equal,
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,
