@@ -26,7 +26,7 @@ from meshwright.planner.drafts.unequal import DP_GAP, Option, UnequalStages
 
 UNITS = 16  # parts of the cluster in which devices are shared out, at most
 NEAR = 5  # numbers of devices that are tried for a branch, next to its part of the work
-DRAFTS = 3  # of the best shares, for each way in which schedules fill a pipeline
+DRAFTS = 10  # of the best shares, for each way in which schedules fill a pipeline
 
 Run = tuple[int, int]  # of blocks, as positions among the cuts
 Solution = inter_op.InterOpSolution

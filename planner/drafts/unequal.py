@@ -189,10 +189,7 @@ class UnequalStages:
         return inter_op.minimal_shortfall(table, self._constraints(self.schedules(), m))
 
     def stage_drafts(
-        self,
-        choices: Sequence[inter_op.StageChoice],
-        options: Sequence[Option],
-        pipeline: Pipeline,
+        self, choices: Sequence[inter_op.StageChoice], options: Sequence[Option], pipeline: Pipeline
     ) -> list[StageDraft] | None:
         """Stages in a pipeline, with least recompute; None where one is illegal. Of stages on one
         device the last one has its memory first."""

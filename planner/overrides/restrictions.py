@@ -54,9 +54,9 @@ class Restrictions:
     None where it is free, as are `host_states`, the part of the optimizer states in host memory
     (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
-    `slices` and `branches` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
-    first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are the block
-    positions at which stages end, where the user gave them.
+    `slices` and `branches` are as asked, 1 for none. `steppings` are the ways in which optimizers
+    may step, the first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are
+    the block positions at which stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]

@@ -126,8 +126,8 @@ def _check_buffers(plan: Plan, graph: Graph) -> None:
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:
-    """Raise `PlanError` for a stage without a trained parameter; where branches lie apart, for ranks
-    without."""
+    """Raise `PlanError` for a stage without a trained parameter, or ranks without where branches
+    lie apart."""
     blocks = {block.name: block for block in graph.blocks}
     for k, stage in enumerate(plan.stages):
         here = [s for s in plan.stages if s is stage or (plan.branches and s.ranks == stage.ranks)]

@@ -1,5 +1,5 @@
-"""Models of towers that meet at the end: with layers of their own there, and with nothing but a loss
-over all pairs of rows."""
+"""Models of towers that meet at the end: in a layer that is trained, and in nothing but a loss over
+all pairs of rows."""
 
 from typing import Any
 
@@ -37,9 +37,7 @@ class Towers(nn.Module):
         self.text = nn.ModuleList(Layer() for _ in range(layers[1]))
         self.head = nn.Linear(2 * WIDTH, CLASSES)
 
-    def towers(
-        self, pixels: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def towers(self, pixels: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.patches(pixels)
         for layer in self.image:
             x = layer(x)

@@ -12,8 +12,8 @@ from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.planner.drafts.candidates import PlanDraft, make_draft
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
-from meshwright.planner.drafts.unequal import Option
 from meshwright.planner.drafts.fills import held_at_peak
+from meshwright.planner.drafts.unequal import Option
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
