@@ -39,6 +39,7 @@ from meshwright.planner.plan import (
     why_stepped_late,
 )
 
+SIZED = tuple(name for name, decision in DECISIONS.items() if decision.sizes)
 OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 
 
@@ -163,6 +164,7 @@ def restrict(
     values: dict[str, Any] = {
         name: tuple(c and c.value for c in of_blocks) for name, of_blocks in choices.items()
     }
+    values |= {name: 1 if name in wanted.forbid else getattr(wanted, name) for name in SIZED}
     return Restrictions(
         blocks=tuple(names),
         **values,
@@ -184,8 +186,6 @@ def restrict(
         virtual_stages=virtual_stages,
         microbatch_size=wanted.microbatch_size,
         num_microbatches=wanted.num_microbatches,
-        slices=1 if "slices" in wanted.forbid else wanted.slices,
-        branches=1 if "branches" in wanted.forbid else wanted.branches,
         unequal_meshes=not equal,
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,

@@ -60,8 +60,8 @@ def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]
 
 
 def depths(plan: Plan, graph: Graph) -> tuple[int, ...]:
-    """Of each stage the device groups on the longest way from it to the end, its own included;
-    nothing where a way comes back to a group that it left."""
+    """Depth of each stage, the device groups on the longest way from it to the end, its own
+    included; nothing where a way comes back to a group that it left."""
     groups = [plan.devices.index(stage.ranks) for stage in plan.stages]
     after: dict[int, set[int]] = {group: set() for group in groups}
     for source, target in crossings(plan, graph):
