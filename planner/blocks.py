@@ -64,7 +64,12 @@ def _with_branches(
     """`starts`, with those of the model's branches, so that no block is of two."""
     apart = dict(starts)
     for k, (start, stop) in enumerate(itertools.pairwise(begins)):
-        apart.setdefault(start, _outside_name(graph, graph.ops[start:stop]) or f"branch.{k}")
+        if start not in apart:
+            name = _outside_name(graph, graph.ops[start:stop]) or f"branch.{k}"
+            before = max((at for at in apart if at < start), default=start)
+            if apart.get(before) == name:  # of what is no longer in it
+                apart[before] = "tail"
+            apart[start] = name
     return apart
 
 

@@ -6,14 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
+from meshwright.costmodel.operators import Problem
 from meshwright.executor.ranks import launch
+from meshwright.executor.rehearsal import rehearse
+from meshwright.executor.rehearsal.events import link_bytes
+from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.planner.branches import branches_of
 from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Evaluator, Ledger, bytes_beside_tensors
 from tests.helpers.plan_building import Knobs, apart, build_plan
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
-from tests.models.models import Traced, traced
+from tests.helpers.tiny import host
+from tests.models.models import Traced, adamw, parallelize, traced
 from tests.models.tower_models import TOWERS
 from tests.parity.parity_reference import assert_equal, compare, plain_loop, runtime_loop
 
@@ -86,3 +93,42 @@ def test_apart_trains_as_one_device(cell: Apart) -> None:
     plan = cell.plan(of)
     assert Plan.from_json(plan.to_json()) == plan
     assert_equal(on_ranks(plan.num_ranks, compared, cell, plan, of), "fp32")
+
+
+@pytest.mark.parametrize("cell", CELLS[:2], ids=str)
+def test_rehearsed_ranks_do_send_and_hold_what_is_priced(cell: Apart) -> None:
+    of = traced(TOWERS[cell.case], ROWS // cell.microbatches)
+    plan = cell.plan(of)
+    checked = CheckedPlan.of(plan, of.graph, of.table)
+    case = TOWERS[cell.case]
+    found = rehearse(checked, case.model(), lambda: case.batch(ROWS, 0), adamw)
+    problem = Problem(
+        graph=of.graph, factors=of.table, cluster=host(plan.num_ranks), precision="fp32"
+    )
+    priced = Evaluator(problem).price(plan)
+    works = Ledger.of(priced).work()
+    for rank, log in found.logs.items():
+        work = works[found.group_of[rank]]
+        # the first product of pixels has no gradient to give
+        assert sum(log.flops.values()) == pytest.approx(work.flops, rel=0.02)
+        nbytes = sum(link_bytes(log).values())
+        assert nbytes == pytest.approx(sum(work.sent_bytes.values()), rel=1e-3, abs=400)
+    beside = bytes_beside_tensors(plan, priced.priced)
+    peaks = zip(priced.prediction.peak_memory_bytes, beside, found.peak_bytes, strict=True)
+    for peak, less, rehearsed in peaks:
+        assert peak - less == pytest.approx(rehearsed, rel=0.02)
+
+
+def evaluated(cell: Apart, plan: Plan, of: Traced) -> None:
+    case = TOWERS[cell.case]
+    runtime, batch = parallelize(case.model(), plan, of), case.batch(ROWS, 0)
+    with torch.no_grad():
+        alone = float(case.loss(case.model(), batch))
+    assert float(runtime.eval_step(batch)) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("cell", [CELLS[1], CELLS[2]], ids=str)
+def test_apart_evaluates_as_one_device(cell: Apart) -> None:
+    of = traced(TOWERS[cell.case], ROWS // cell.microbatches)
+    plan = cell.plan(of)
+    on_ranks(plan.num_ranks, evaluated, cell, plan, of)
