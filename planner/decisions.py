@@ -411,9 +411,9 @@ def _of_branches() -> Iterator[Contradiction]:
         ("virtual_stages", lambda v: v > 1, "stages of one device run as one", "virtual_stages=1"),
         (
             "schedule",
-            lambda name: not SCHEDULES[name].unequal_meshes,
-            "it places several stages on a device group itself",
-            ", ".join(name for name, s in SCHEDULES.items() if s.unequal_meshes),
+            lambda name: not SCHEDULES[name].branched,
+            "its order is that of stages which follow each other",
+            ", ".join(name for name, s in SCHEDULES.items() if s.branched),
         ),
         (
             "slices",

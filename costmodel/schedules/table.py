@@ -100,6 +100,9 @@ class Schedule:
     sliced: bool = False
     """Whether micro-batches may go through as token slices: backwards come from the last slice to
     the first, which an order must leave room for (`DeviceOrder.slices`)."""
+    branched: bool = False
+    """Whether branches may lie apart: of a stage its order asks no more than how many device groups
+    are on the longest way to it and from it, p in all."""
     copies: int = 1
     """Of the model: stages of one copy after those of the other, each with an equal share of the
     micro-batches."""
@@ -142,6 +145,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.gpipe,
         in_flight=lambda stage, p, m: m,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -150,6 +154,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.one_f_one_b,
         in_flight=lambda stage, p, m: p - stage,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -159,6 +164,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.eager_1f1b,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
     ),
@@ -174,6 +180,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         in_flight=lambda stage, p, m: p,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_less_weights,
     ),
     "zb_h2": Schedule(
@@ -181,6 +188,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         in_flight=lambda stage, p, m: 2 * p - 1,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_less_weights_twice,
         staggered=True,
     ),

@@ -238,7 +238,7 @@ def _in_pipelines(
     if not isinstance(asked, int) and asked is not None and tuple(asked) != share.depths:
         return
     for offered in unequal.space.schedules(len(set(share.groups)), m):
-        if offered.schedule not in names:
+        if offered.schedule not in names or not offered.record.branched:
             continue
         pipeline = offered._replace(
             num_stages=len(share.stages), depths=share.depths, groups=share.groups

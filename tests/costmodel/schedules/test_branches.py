@@ -14,7 +14,7 @@ from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.table import SCHEDULES, compute_orders
 from tests.costmodel.schedules.pipelines import times
 
-ALONE = [name for name, record in SCHEDULES.items() if record.unequal_meshes]
+ALONE = [name for name, record in SCHEDULES.items() if record.branched]
 Edges = tuple[tuple[int, int], ...]
 
 
