@@ -209,6 +209,10 @@ def _slices_line(sizes: Sequence[Sequence[int]]) -> str:
     return "".join(f"in {len(s)} slices of {_span(min(s), max(s))} tokens" for s in sizes if s)
 
 
+def _branches_line(depths: Sequence[Sequence[int]]) -> str:
+    return "".join("branches apart" for of_stages in depths if of_stages)
+
+
 def _span(least: int, most: int) -> str:
     return f"{least:,} to {most:,}" if least < most else f"{most:,}"
 
@@ -260,6 +264,11 @@ _TABLE = (
         "slices", "token slices in which a micro-batch goes through the pipeline: how many, or the "
         "tokens of each", sizes=True, off=(), acts="plan", written="plan", forbidden=True,
         of_train_step=True, line=_slices_line,
+    ),
+    Decision(
+        "branches", "branches of the model on device groups of their own, at the same time: how "
+        "many, or how many groups each stage is from the end", sizes=True, off=(), acts="plan",
+        written="plan", forbidden=True, of_train_step=True, line=_branches_line,
     ),
     Decision(
         "schedule", "pipeline schedule", legal=SCHEDULES.keys(), off=None, acts="plan",
@@ -425,6 +434,40 @@ def _of_copies(other: str, clash: Callable[[Any], Any], legal: str) -> Contradic
     )
 
 
+def _of_branches() -> Iterator[Contradiction]:
+    """Contradictions of branches that lie apart."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("pp", lambda pp: pp == 1, "there is one device group", "pp from 2"),
+        ("virtual_stages", lambda v: v > 1, "stages of one device run as one", "virtual_stages=1"),
+        (
+            "schedule",
+            lambda name: not SCHEDULES[name].branched,
+            "its order is that of stages which follow each other",
+            ", ".join(name for name, s in SCHEDULES.items() if s.branched),
+        ),
+        (
+            "slices",
+            lambda sizes: slices_in(sizes) > 1,
+            "slices go through stages that follow each other",
+            "slices=1",
+        ),
+        (
+            "post_validation",
+            bool,
+            "device groups that begin together have no early forwards to wait behind",
+            "post_validation=False",
+        ),
+    )
+    for other, clash, why, legal in ruled_out:
+        yield Contradiction(
+            "branches", other, partial(_if_apart, clash), why, f"{legal}, or branches=1"
+        )
+
+
+def _if_apart(clash: Callable[[Any], Any], branches: Any, value: Any) -> Any:
+    return slices_in(branches) > 1 and clash(value)
+
+
 def _of_slices(other: str, clash: Callable[[Any], Any], why: str, legal: str) -> Contradiction:
     return Contradiction(
         "slices", other, lambda slices, value: slices_in(slices) > 1 and clash(value), why, legal
@@ -554,6 +597,7 @@ CONTRADICTIONS = (
     ),
     *_of_one_pass(),
     *_of_compressed(),
+    *_of_branches(),
     _of_slices(
         "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
         "zero 0 to 2",

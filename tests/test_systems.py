@@ -384,6 +384,23 @@ def pipelined(
     return symbols, [(took_s - ideal_s) / ideal_s]
 
 
+def branched(column: str, *, m: int = 16, b: int = 2, p: int = 5) -> Measured:
+    """Branches of equal stages before a trunk, each stage on a group of its own, under 1F1B."""
+    of_branch = (p - 1) // b
+    depths = (*range(1 + of_branch, 1, -1),) * b + (1,)
+    of = Pipeline("1f1b", p, m, p, depths=depths, groups=tuple(range(p)))
+    chains = [(*range(k * of_branch, (k + 1) * of_branch), p - 1) for k in range(b)]
+    edges = dict.fromkeys((edge for chain in chains for edge in pairwise(chain)), 0.0)
+    streams, (f, i, w) = build_schedule(of, edges), GENERAL
+    symbols = {"p": p, "b": b, "m": m, "A": 1.0}
+    if column == "volume":
+        return symbols, [sum(one.action in SENDS for one in streams[of_branch - 1])]
+    if column == "memory":
+        return symbols, [max(sum(x.active) for held in moments(of) for x in held)]
+    step, ideal_s = simulate(streams, [times(f, i + w, weight=w)] * p, edges), m * (f + i + w)
+    return symbols, [(step.pipeline_s - ideal_s) / ideal_s]
+
+
 BUBBLES = (FOLDER.parent / "decides" / "schedules.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.*`) \| (.*?) \|.*\|$", BUBBLES, re.MULTILINE)
 WRITTEN = {name: cell for names, cell in ROWS for name in re.findall(r"`(\w+)`", names)}
@@ -536,6 +553,9 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
         for words, name in (
             ("TeraPipe", "gpipe"), ("Seq1F1B", "1f1b"), ("SlimPipe", "interleaved_1f1b"),
         )
+    },
+    "GraphPipe (branches apart)": {
+        column: partial(branched, column) for column in ("volume", "memory", "bubble")
     },
     "Mixture of experts, unsplit": {
         "volume": partial(exchanged, "dp4 m2", 1, 4), "memory": partial(held_experts, "dp4 m2", 1),

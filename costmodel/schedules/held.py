@@ -63,7 +63,8 @@ def moments(
 def fewest_alike(pipeline: Pipeline) -> Pipeline:
     """The pipeline of fewest micro-batches that has the same moments."""
     count, each = pipeline.num_microbatches, pipeline.round
-    ends = [pipeline.most_in_flight(k) for k in (0, pipeline.num_stages - 1)]
+    at = range(pipeline.num_stages) if pipeline.depths else (0, pipeline.num_stages - 1)
+    ends = [pipeline.most_in_flight(k) for k in at]
     # the schedules repeat themselves, in rounds
     warm = 5 * each
     if (most := max(filter(None, ends), default=None)) is not None:

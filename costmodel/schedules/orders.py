@@ -27,7 +27,7 @@ interleaved, 2104.04473; Chimera, 2107.06925; ZB-H1, ZB-H2 and ZB-V, 2401.10241;
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -92,6 +92,15 @@ class DeviceOrder:
         """F of one stage and B of the other, overlapped."""
         self.forward(forward, overlapped=True)
         self.backward(backward)
+
+
+def of_all(computes: Iterable[Compute], stages: Sequence[int]) -> Iterator[Compute]:
+    """The computes of a device whose `stages` run as one: forwards in their order, backwards the
+    other way."""
+    for compute in computes:
+        forward = compute.action is Action.FORWARD
+        for stage in stages if forward else reversed(stages):
+            yield compute._replace(stage=stage)
 
 
 def _alternate(

@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright.costmodel.schedules import fills, orders
 from meshwright.costmodel.schedules.fills import Floats, PipelineShape
-from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
+from meshwright.costmodel.schedules.orders import Compute, DeviceOrder, of_all
 from meshwright.profiles.inputs import MeshwrightError
 
 Stages: TypeAlias = tuple[int, ...]
@@ -100,6 +100,9 @@ class Schedule:
     sliced: bool = False
     """Whether micro-batches may go through as token slices: backwards come from the last slice to
     the first, which an order must leave room for (`DeviceOrder.slices`)."""
+    branched: bool = False
+    """Whether branches may lie apart: of a stage its order asks no more than how many device groups
+    are on the longest way to it and from it, p in all."""
     copies: int = 1
     """Of the model: stages of one copy after those of the other, each with an equal share of the
     micro-batches."""
@@ -142,6 +145,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.gpipe,
         in_flight=lambda stage, p, m: m,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -150,6 +154,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.one_f_one_b,
         in_flight=lambda stage, p, m: p - stage,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -159,6 +164,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.eager_1f1b,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
     ),
@@ -174,6 +180,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         in_flight=lambda stage, p, m: p,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_less_weights,
     ),
     "zb_h2": Schedule(
@@ -181,6 +188,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         in_flight=lambda stage, p, m: 2 * p - 1,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_less_weights_twice,
         staggered=True,
     ),
@@ -231,6 +239,11 @@ class Pipeline(NamedTuple):
     num_microbatches: int
     num_devices: int
     slices: int = 1
+    depths: tuple[int, ...] = ()
+    """Of each stage the device groups on the longest way from it to the end, its own included,
+    where branches of the model lie apart; else stages follow each other."""
+    groups: tuple[int, ...] = ()
+    """The device of each stage, where branches lie apart."""
 
     @property
     def record(self) -> Schedule:
@@ -238,9 +251,14 @@ class Pipeline(NamedTuple):
         return SCHEDULES[self.schedule]
 
     @property
+    def length(self) -> int:
+        """Devices that a micro-batch goes through one after the other, at most."""
+        return max(self.depths, default=self.num_devices)
+
+    @property
     def each(self) -> int:
-        """Stages on a device."""
-        return self.num_stages // self.num_devices
+        """Stages on a device, at most."""
+        return max(map(self.groups.count, self.groups), default=self.num_stages // self.num_devices)
 
     @property
     def round(self) -> int:
@@ -249,19 +267,23 @@ class Pipeline(NamedTuple):
 
     def most_in_flight(self, stage: int) -> int | None:
         """`Schedule.in_flight` on a stage, of slices too; None where they are counted."""
-        if self.each > 1 or self.record.in_flight is None:
+        if (self.each > 1 and not self.depths) or self.record.in_flight is None:
             return None
-        count = self.record.in_flight(stage, self.num_stages, self.num_microbatches)
+        place = self.length - self.depths[stage] if self.depths else stage
+        count = self.record.in_flight(place, self.length, self.num_microbatches)
         return count + self.slices - 1
 
     @property
     def shape(self) -> PipelineShape:
         """Its numbers as `fills.py` reads them."""
-        return PipelineShape(self.num_microbatches, self.num_devices, self.each)
+        return PipelineShape(self.num_microbatches, self.length, 1 if self.depths else self.each)
 
     @property
     def placed(self) -> tuple[Stages, ...]:
         """The stages of each device, in the order of the data. Raises as `stages_of_devices`."""
+        if self.groups:
+            of = [[k for k, g in enumerate(self.groups) if g == d] for d in range(self.num_devices)]
+            return tuple(map(tuple, of))
         return stages_of_devices(
             self.schedule, num_stages=self.num_stages, num_devices=self.num_devices
         )
@@ -323,8 +345,13 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     orders = []
     for device, stages in enumerate(placed):
         order = DeviceOrder(pipeline.slices)
-        schedule.order(order, stages, device, len(placed), per_copy)
-        needed = (c for c in order.computes if c.microbatch < per_copy)
+        if pipeline.depths:
+            place = pipeline.length - pipeline.depths[stages[0]]
+            schedule.order(order, stages[:1], place, pipeline.length, per_copy)
+        else:
+            schedule.order(order, stages, device, len(placed), per_copy)
+        computes = of_all(order.computes, stages) if pipeline.depths else order.computes
+        needed = (c for c in computes if c.microbatch < per_copy)
         replaced = (c._replace(microbatch=first[c.stage] + c.microbatch) for c in needed)
         orders.append(tuple(replaced))
     return tuple(orders)

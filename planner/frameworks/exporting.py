@@ -141,7 +141,13 @@ def _same(name: str, ours: Any, theirs: Any, values: Mapping[str, Any]) -> bool:
 
 
 def values_of(plan: Plan, kind: Format) -> tuple[dict[str, Any], list[Lost]]:
-    """A plan's values, one of each for all stages, and what stages have otherwise."""
+    """A plan's values, one of each for all stages, and what stages have otherwise. Raises
+    `ConfigurationError` for branches apart, which no other software has."""
+    if plan.branches:
+        raise ConfigurationError(
+            f"={list(plan.branches)}: stages of {kind.name} follow each other",
+            place="plan: branches", legal="none", way_out="plan again with branches=1",
+        )  # fmt: skip
     chain = [plan.stages[k] for k in pipelines(plan)[0]]
     names = [name for stage in chain for name in stage.blocks]
     layers: set[str] = {*layers_of(names)}

@@ -76,6 +76,7 @@ LEFT_OUT = {
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
+    "branches": ("torch's stages follow each other", "branches one after the other"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),
     "chunked_loss": ("the loss is the model's or the user's", "the loss in one part"),

@@ -59,12 +59,13 @@ class Overrides:
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, `slices`, in
-    how many parts of its tokens each goes through the pipeline, or their sizes (1: whole), the
-    `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
-    node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
-    "ulysses". `stages` lists the blocks of each stage (of one copy of the model). `shardings` maps
-    globs over modules, operators or parameters to decisions (`colwise`, `rowwise`, `vocab`,
-    `replicate`, `S(0)@tp`).
+    how many parts of its tokens each goes through the pipeline, or their sizes (1: whole),
+    `branches`, how many of the model's lie on device groups of their own, or how many groups each
+    stage is from the end (1: stages follow each other), the `schedule`, `placement`, the axes from
+    the innermost ("tp,pp,dp": the pipeline inside the node), and `cp_kind`, how attention runs
+    where cp splits its tokens: "all_gather", "ring" or "ulysses". `stages` lists the blocks of each
+    stage (of one copy of the model). `shardings` maps globs over modules, operators or parameters
+    to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
     `offload` is the part of each stage's optimizer states, with their step, in host memory, and of
     its blocks those that send what they save for the backward there: {"optimizer": 0.5,
     "activations": 1}, what isn't named 0; free, there is none unless nothing fits without, or it is
@@ -89,6 +90,7 @@ class Overrides:
     microbatch_size: int | None = None
     num_microbatches: int | None = None
     slices: int | Sequence[int] | None = None
+    branches: int | Sequence[int] | None = None
     schedule: str | None = None
     placement: str | None = None
     cp_kind: ContextKind | None = None

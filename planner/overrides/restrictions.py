@@ -39,6 +39,7 @@ from meshwright.planner.plan import (
     why_stepped_late,
 )
 
+SIZED = tuple(name for name, decision in DECISIONS.items() if decision.sizes)
 OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 
 
@@ -54,9 +55,9 @@ class Restrictions:
     None where it is free, as are `host_states`, the part of the optimizer states in host memory
     (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
-    `slices` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
-    first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are the block
-    positions at which stages end, where the user gave them.
+    `slices` and `branches` are as asked, 1 for none. `steppings` are the ways in which optimizers
+    may step, the first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are
+    the block positions at which stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -85,6 +86,7 @@ class Restrictions:
     microbatch_size: int | None
     num_microbatches: int | None
     slices: int | Sequence[int] | None
+    branches: int | Sequence[int] | None
     unequal_meshes: bool
     cuts: tuple[int, ...] | None
     shardings: Mapping[str, str]
@@ -162,6 +164,7 @@ def restrict(
     values: dict[str, Any] = {
         name: tuple(c and c.value for c in of_blocks) for name, of_blocks in choices.items()
     }
+    values |= {name: 1 if name in wanted.forbid else getattr(wanted, name) for name in SIZED}
     return Restrictions(
         blocks=tuple(names),
         **values,
@@ -183,7 +186,6 @@ def restrict(
         virtual_stages=virtual_stages,
         microbatch_size=wanted.microbatch_size,
         num_microbatches=wanted.num_microbatches,
-        slices=1 if "slices" in wanted.forbid else wanted.slices,
         unequal_meshes=not equal,
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,

@@ -19,7 +19,7 @@ from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, OUTER_LOOP, 
 from meshwright.planner.plan.assignments import Known, plan_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts
-from meshwright.planner.plan.flow import check_copies, pipelines
+from meshwright.planner.plan.flow import check_branches, check_copies, pipelines
 from meshwright.planner.plan.loss_parts import check_parts
 from meshwright.planner.plan.plan import OuterLoop, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
@@ -68,6 +68,7 @@ def check_plan(
     for stages in pipelines(plan):
         _check_blocks([plan.stages[k] for k in stages], graph)
     check_ranks(plan)
+    check_branches(plan, graph)
     check_context(plan, graph, factors)
     check_slices(plan, graph, factors)
     _check_parameters(plan, graph)
@@ -145,10 +146,12 @@ def _check_buffers(plan: Plan, graph: Graph) -> None:
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:
-    """Raise `PlanError` for a stage without a trained parameter."""
+    """Raise `PlanError` for a stage without a trained parameter, or ranks without where branches
+    lie apart."""
     blocks = {block.name: block for block in graph.blocks}
     for k, stage in enumerate(plan.stages):
-        values = [v for name in stage.blocks for v in blocks[name].parameters]
+        here = [s for s in plan.stages if s is stage or (plan.branches and s.ranks == stage.ranks)]
+        values = [v for s in here for name in s.blocks for v in blocks[name].parameters]
         if not any(graph.values[v].requires_grad for v in values):
             raise PlanError(
                 f"blocks {compress_names(stage.blocks)} hold no trained parameter, so its ranks "

@@ -218,6 +218,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     chunked_loss: int = 1
     slices: tuple[int, ...] = ()
+    branches: tuple[int, ...] = ()
     post_validation: bool = False
     optimizer_in_backward: bool = False
     outer_loop: OuterLoop | None = None
@@ -314,7 +315,10 @@ class Plan:
     def pipeline(self) -> Pipeline:
         """Micro-batches, or slices of them, through the stages on the device groups."""
         counts = len(self.stages), self.num_microbatches * self.slice_count, len(self.devices)
-        return Pipeline(self.schedule, *counts, slices=self.slice_count)
+        groups = tuple(self.devices.index(s.ranks) for s in self.stages if self.branches)
+        return Pipeline(
+            self.schedule, *counts, slices=self.slice_count, depths=self.branches, groups=groups
+        )
 
     def parts(self, k: int) -> Parts:
         """Everything that the price of stage k depends on, beside the problem."""

@@ -34,6 +34,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "virtual_stages": (1, 2, 3),
     "microbatch_size": (1, 2, 16, 10**18),
     "num_microbatches": (1, 2, 16, 10**18),
+    "branches": (1, 2, (2, 1, 1), 10**18),
     "schedule": ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1"),
     "placement": ("tp,dp,pp", "tp,pp,dp"),
     "zero": (0, 1, 2, 3),

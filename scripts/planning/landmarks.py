@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright import Cluster, Link, Overrides, auto_parallelize
 from meshwright.planner.plan import InfeasibleError, PlanError
-from scripts.planning.cases import Model, decoder, gpt, gpt3, llama
+from scripts.planning.cases import Model, clip, decoder, dpr, gpt, gpt3, llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,14 @@ LANDMARKS: Mapping[str, Landmark] = {
         model=lambda: gpt(24, 1024, 16, 50304, 1024),
         node="dgx-h100", nodes=2, batch=128, given={"allow": ["replicas"]},
     ),
+    # two equal towers whose rows meet in the loss: apart, no gradient crosses the slow link
+    "dpr on 2 RTX 4090, 10 GB/s": Landmark(
+        model=dpr, node="pcie-8-rtx-4090", nodes=2, devices=1, batch=128
+    ),
+    # the same where it was trained: each tower's gradients are summed over half of the devices
+    "dpr on 8 V100": Landmark(model=dpr, node="p3.16xlarge", batch=128, precision="fp16"),
+    # unequal towers on fast links share all devices
+    "clip-l/14 on 8 H100": Landmark(model=clip, node="dgx-h100", batch=512),
     # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
     "gpt-14.6b, pipeline of 16 A100": Landmark(
         model=lambda: gpt(46, 5120, 40, 50304, 1024),

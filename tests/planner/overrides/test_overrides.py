@@ -445,7 +445,7 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
         "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none", "compressed": "none",
         "segments": 1,
-        "chunked_loss": 1, "slices": 1,
+        "chunked_loss": 1, "slices": 1, "branches": 1,
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],
