@@ -16,6 +16,7 @@ from meshwright.costmodel.schedules.schedule import (
     Streams,
     backward_follows_forward,
     build_schedule,
+    unrolled,
 )
 from meshwright.costmodel.schedules.simulate import (
     Event,
@@ -25,6 +26,7 @@ from meshwright.costmodel.schedules.simulate import (
     event_of,
     register_schedule,
     simulate,
+    simulate_steady,
     step_times,
 )
 from meshwright.costmodel.schedules.table import (

@@ -17,6 +17,7 @@ from meshwright.executor.stages.pipeline import (
     Phase,
     PipelineRun,
     RunStage,
+    Unflushed,
 )
 from meshwright.executor.stages.rank_parameters import replicated
 from meshwright.executor.stages.stage import Pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from meshwright.costmodel.operators import Problem
@@ -62,15 +61,17 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=f"{name}={theirs!r}",
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
-    for (k, stage), (name, decision) in product(enumerate(plan.stages), DECISIONS.items()):
-        refused = decision.allowed == "numbers" and name not in problem.allow
-        if refused and decision.uses(value := getattr(stage, name)):
-            raise PlanError(
-                f"={value!r}: numbers change with it, and it is not allowed",
-                place=f"plan: stage {k}: {name}",
-                legal=decision.off,
-                way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
-            )
+    for name, decision in DECISIONS.items():
+        word, having = decision.word, plan.having(name)
+        refused = decision.allowed == "numbers" and word not in problem.allow
+        for k, of in enumerate(having if refused else ()):
+            if decision.uses(value := getattr(of, name)):
+                raise PlanError(
+                    f"={value!r}: numbers change with it, and it is not allowed",
+                    place=f"plan: stage {k}: {name}" if of is not plan else f"plan: {name}",
+                    legal=decision.off,
+                    way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
+                )
     if problem.stepped.matrices and (
         plan.stepping != "at_end" or any(stage.host.states for stage in plan.stages)
     ):

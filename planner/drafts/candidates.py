@@ -101,6 +101,7 @@ def make_draft(
         slices=tuple(slices) or _slices(coster, stages, pipeline),
         schedule=pipeline.schedule,
         precision=coster.problem.precision,
+        staleness=pipeline.staleness,
         stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
         chunked_loss=coster.graph.loss_parts,
     )

@@ -75,7 +75,7 @@ class Drafter:
             overrides,
             graph,
             target=problem.target,
-            allow=[name for name in problem.allow if not (whole and name in STEPPINGS)],
+            allow=[name for name in problem.allow if not (whole and name in (*STEPPINGS, "stale"))],
             precision=problem.precision,
         )
         if whole:
@@ -149,6 +149,7 @@ def _check_stepped_whole(problem: Problem, over: Restrictions) -> None:
     asked = {
         "offload={'optimizer': ...}": over.host_states or over.host_weights,
         **{f"{name}=True": stepping == way for name, way in STEPPINGS.items()},
+        "staleness": stepping == "stale",
     }
     if said := [name for name, value in asked.items() if value]:
         raise OverrideError(
@@ -389,7 +390,9 @@ class UnequalStages:
 
     def schedules(self) -> list[str]:
         """Schedules that stages of different meshes may have."""
-        names = [name for name, record in SCHEDULES.items() if record.unequal_meshes]
+        late = self.space.restrictions.steppings[0] == "stale"
+        alike = ((name, record) for name, record in SCHEDULES.items() if record.flushes != late)
+        names = [name for name, record in alike if record.unequal_meshes]
         return [name for name in names if name in self.space.restrictions.schedules] or names
 
     def tables(

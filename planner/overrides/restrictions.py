@@ -36,6 +36,7 @@ from meshwright.planner.plan import (
     expand_names,
     glob,
     has_experts,
+    why_not_late,
     why_stepped_late,
 )
 
@@ -55,8 +56,9 @@ class Restrictions:
     (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
     `slices` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
-    first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are the block
-    positions at which stages end, where the user gave them.
+    first one always; `staleness` the steps by which gradients come late, None where it is free.
+    Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
+    stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -91,6 +93,7 @@ class Restrictions:
     host_states: float | None = None
     host_activations: float | None = None
     steppings: tuple[Stepping, ...] = ("at_end",)
+    staleness: int | None = None
     host_weights: float = 0.0
     host_files: float = 0.0
 
@@ -144,7 +147,9 @@ def restrict(
     """The overrides by block of `graph`; what the `target` can't run is left out. Raises
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
-    wanted = _in_one_pass(for_target(overrides, target), precision)
+    wanted = _without_flush(
+        _in_one_pass(for_target(overrides, target), precision), precision, graph
+    )
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
@@ -165,7 +170,7 @@ def restrict(
     return Restrictions(
         blocks=tuple(names),
         **values,
-        zeros=frozenset(wanted.left("zero")),
+        zeros=frozenset(z for z in wanted.left("zero") if not (wanted.late and z > 1)),
         policies=wanted.left("recompute"),
         partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
@@ -190,6 +195,7 @@ def restrict(
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
         steppings=_steppings(wanted, allow, precision, graph),
+        staleness=0 if "staleness" in wanted.forbid else wanted.staleness,
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )
@@ -233,16 +239,35 @@ def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
     return replace(wanted, pp=1, virtual_stages=1, num_microbatches=1, zero=zero)
 
 
+def _without_flush(wanted: Overrides, precision: str, graph: Graph) -> Overrides:
+    """The overrides with what a pipeline without a flush leaves. Raises `OverrideError`."""
+    if not wanted.late:
+        return wanted
+    if why := why_not_late(graph, precision):
+        said = (
+            f"staleness={wanted.staleness}" if wanted.staleness else f"schedule={wanted.schedule!r}"
+        )
+        raise OverrideError(
+            f": {why}", place=f"override {said}", legal="staleness=0", way_out="flush each step"
+        )
+    return replace(wanted, virtual_stages=1, slices=1, cp=1, ep=1)
+
+
 def _steppings(
     wanted: Overrides, allow: Collection[str], precision: str, graph: Graph
 ) -> tuple[Stepping, ...]:
     """Ways in which optimizers may step, by the decisions about it and those that are allowed."""
     asked = [way for name, way in STEPPINGS.items() if getattr(wanted, name)]
+    if wanted.late:
+        return ("stale",)
     if asked:
         return (*asked,)
     left = [name for name in STEPPINGS if name in allow and getattr(wanted, name) is None]
-    free = [STEPPINGS[name] for name in left]
+    free: list[Stepping] = [STEPPINGS[name] for name in left]
     late = precision == "fp16" or why_stepped_late(graph)
+    may_come_late = not (wanted.staleness == 0 or "staleness" in wanted.forbid)
+    if "stale" in allow and may_come_late and not why_not_late(graph, precision):
+        free.append("stale")
     return ("at_end", *(way for way in free if not (late and way == "in_backward")))
 
 

@@ -187,8 +187,9 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. `made` are the model's name, the date and
-    the versions that a plan file carries; they decide nothing.
+    of so many tokens each; whole where there are none. Gradients come `staleness` steps late, at
+    most. `made` are the model's name, the date and the versions that a plan file carries; they
+    decide nothing.
     """
 
     model: str
@@ -199,6 +200,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     chunked_loss: int = 1
     slices: tuple[int, ...] = ()
+    staleness: int = 0
     post_validation: bool = False
     optimizer_in_backward: bool = False
     made: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -206,6 +208,8 @@ class Plan:
     @property
     def stepping(self) -> Stepping:
         """Way in which the optimizer steps."""
+        if not self.record.flushes:
+            return "stale"
         return next((way for name, way in STEPPINGS.items() if getattr(self, name)), "at_end")
 
     def stepped(self, stepping: Stepping) -> Plan:

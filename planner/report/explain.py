@@ -196,10 +196,12 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _changed_numbers(plan: Plan) -> Iterator[str]:
     """Decisions of a plan by which a training's numbers change."""
     for name, decision in DECISIONS.items():
-        values = {getattr(stage, name) for stage in plan.stages if decision.allowed == "numbers"}
+        having = plan.having(name) if decision.allowed == "numbers" else ()
+        values = {getattr(of, name) for of in having}
         if used := sorted(filter(decision.uses, values)):
+            said = ", ".join(map(str, used))
             yield (
-                f"the training's numbers change with {name}={', '.join(used)}; how many more steps "
+                f"the training's numbers change with {name}={said}; how many more steps "
                 "it takes is in no price"
             )
 
