@@ -451,8 +451,10 @@ def _of_one_pass() -> Iterator[Contradiction]:
 
 
 def not_in_fp16(name: str) -> str:
-    """Why fp16 can't have a decision; empty where it can."""
-    clashes = (one.why for one in CONTRADICTIONS if (one.a, one.b) == (name, "precision"))
+    """Why fp16 can't have a decision, or what is allowed by its name; empty where it can."""
+    names = [d.name for d in _TABLE if name in (d.name, d.word)]
+    rows = (one for one in CONTRADICTIONS if one.a in names and one.b == "precision")
+    clashes = (one.why for one in rows)
     return next(clashes, "")
 
 
@@ -514,7 +516,7 @@ def _of_stale() -> Iterator[Contradiction]:
         ("post_validation", bool, "no step waits for a common end", "post_validation=False"),
         ("optimizer_in_backward", bool, "a backward's weights are of an earlier step",
          "optimizer_in_backward=False"),
-        ("precision", lambda x: x in ("fp16", "fp8"), "gradients would be scaled for another step",
+        ("precision", lambda x: x == "fp16", "gradients would have the scale of another step",
          "precision bf16 or fp32"),
     )  # fmt: skip
     keys: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

@@ -350,7 +350,7 @@ def simulate_steady(
     as it takes for what began it to end, and then each device's slowest cycle of stages to show.
     Raises as `simulate`."""
     count, p = pipeline.num_microbatches, pipeline.num_stages
-    settled, more = 2 + math.ceil(SETTLED * p / count), max(1, math.ceil(p / count)) * p
+    settled, more = 2 + math.ceil(SETTLED * p / count), p // math.gcd(p, count)
     program = program_of(_steps_in_a_row(streams, count, settled + more + 1))
     seconds = _seconds(program, times, transfer_s)
     end_s = _play(program, seconds)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +27,17 @@ import torch.distributed as dist
 from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor import ranks
 from meshwright.executor.errors import BatchError, StateError
+from meshwright.executor.host_values import read
 from meshwright.executor.parameters import StageParameter, Versions, accumulate_grads
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import (
     Given,
     Observer,
+    Phase,
     PipelineRun,
     RunStage,
     Unflushed,
+    key_of,
     look_ups_named,
 )
 
@@ -74,8 +76,7 @@ class LateSteps:
         modules = (program, *program.blocks)
         count = pipeline.versions(self.stage)
         self.versions = Versions(modules, runtime.stage_parameters, count)
-        timeout = timedelta(seconds=ranks.launch.timeout_s())
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = ranks.gloo_group("gradients that come late")  # its ranks come at any time
         self._rest()
 
     def _rest(self) -> None:
@@ -165,9 +166,9 @@ class LateSteps:
                 ahead=self._ahead(step.stream),
             ),
         )
+        self.run = run
         with look_ups_named():
             run.run()
-        self.run = run
         with torch.no_grad():
             loss = self._concluded()
             self._deliver()
@@ -192,6 +193,15 @@ class LateSteps:
                 ahead.append(shifted)
         return ahead
 
+    def posted_before(self, what: Instruction | Phase) -> int:
+        """Receives that this rank has posted, and not waited for, before that of an instruction."""
+        posted = [] if self.run is None else [*self.run.posted.values()]
+        if self.run is not None and isinstance(what, Instruction):
+            keys = [*self.run.posted]
+            if (key := key_of(what)) in keys:
+                posted = posted[: keys.index(key)]
+        return sum(len(works) for by_name in posted for works in by_name.values())
+
     # --- gradients ---
 
     def _reduced(self, run: PipelineRun, i: Instruction) -> None:
@@ -206,7 +216,9 @@ class LateSteps:
             loss = step.own_loss(run.losses)
             numbers = torch.stack([x.detach().double().cpu().reshape(()) for x in (loss, bad)])
             numbers = torch.cat((numbers, numbers.new_tensor(self.riding.pop(number))))
-            work = dist.all_reduce(numbers, group=self.group, async_op=True)
+            work = None
+            if self.group is not None:
+                work = dist.all_reduce(numbers, group=self.group, async_op=True)
             gradients = [(p, p.gradient) for p in parameters]
             for p in parameters:
                 p.gradient = None
@@ -221,14 +233,14 @@ class LateSteps:
         if not 0 <= (number := self.calls - self.pipeline.staleness) < self.fed:
             return torch.full((), math.nan, device=device)
         numbers = self.whole[number].wait()
-        bad = bool(numbers[1])
+        loss, bad, *riding = read(numbers, lambda: [0.0] * (2 + ranks.RIDING))
         if bad:
             self.runtime.guard.say_skipped(None)
         self.runtime.guard.conclude(not (bad and self.alike))
-        self.runtime.batch_check.conclude(numbers[2:].tolist())
+        self.runtime.batch_check.conclude(riding)
         if not self.whole[number].gradients:
             del self.whole[number]
-        return numbers[0].float().to(device)
+        return torch.full((), loss, device=device)
 
     def _deliver(self) -> None:
         """Add the gradients that are due to `.grad`; where they are due on all ranks at once, only
@@ -236,7 +248,7 @@ class LateSteps:
         if not 0 <= (number := self.calls - self.late) < self.fed:
             return
         whole = self.whole[number]
-        if not (self.alike and bool(whole.wait()[1])):
+        if not (self.alike and read(whole.wait()[1], lambda: 0.0)):
             made = [p.gradient for p, _ in whole.gradients]  # of the next step, so far
             for p, gradient in whole.gradients:
                 p.gradient = gradient

@@ -205,10 +205,15 @@ class Runtime(RankState):
         self.steps += 1
         return loss
 
-    def drain(self) -> torch.Tensor | None:
+    def drain(self, observe: Observer | None = None) -> torch.Tensor | None:
         """What a step without a batch would do: backwards that are outstanding, and `.grad` of what
         is due; None where nothing is. Collective."""
-        return None if self.late is None else self.late.drain()
+        return None if self.late is None else self.late.drain(observe)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether gradients of steps that were made have not come yet."""
+        return self.late is not None and self.late.outstanding
 
     def check_drained(self, who: str) -> None:
         """Raise ValueError where gradients are outstanding, which `who` would lose."""

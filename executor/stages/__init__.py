@@ -18,6 +18,7 @@ from meshwright.executor.stages.pipeline import (
     PipelineRun,
     RunStage,
     Unflushed,
+    key_of,
 )
 from meshwright.executor.stages.rank_parameters import replicated
 from meshwright.executor.stages.stage import Pass

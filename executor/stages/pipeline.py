@@ -29,7 +29,7 @@ from meshwright.executor.transfers import handed, release
 
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
-Key = tuple[Action, int, int, int]  # (receive action, stage, peer, micro-batch)
+Key = tuple[Action, int, int | None, int]  # (receive action, stage, peer, micro-batch)
 Unit = tuple[int, int]  # (stage, micro-batch, or slice of all slices of all micro-batches)
 
 
@@ -204,7 +204,7 @@ class PipelineRun:
     def _play(self, stream: Sequence[Instruction]) -> None:
         receives = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
         posted = self.posted.keys()  # by the step before
-        self.coming.extend(i for i in stream if i.action in receives and _key(i) not in posted)
+        self.coming.extend(i for i in stream if i.action in receives and key_of(i) not in posted)
         handlers: dict[Action, Callable[[Instruction], None]] = {
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
@@ -328,7 +328,7 @@ class PipelineRun:
     def _receive(self, instruction: Instruction) -> None:
         self._post_ahead(instruction)
         unit = instruction.stage, instruction.microbatch
-        posted = self.posted.pop(_key(instruction))
+        posted = self.posted.pop(key_of(instruction))
         channels = self.stages[instruction.stage].lowered.channels(instruction)
         store = self.activations if instruction.action is Action.RECV_ACTIVATION else self.gradients
         into = store.setdefault(unit, {})
@@ -337,18 +337,18 @@ class PipelineRun:
 
     def _post_ahead(self, upto: Instruction) -> None:
         """Post this receive and the next few, in stream order."""
-        while self.coming and (_key(upto) not in self.posted or len(self.posted) <= POSTED_AHEAD):
+        while self.coming and (key_of(upto) not in self.posted or len(self.posted) <= POSTED_AHEAD):
             self._post(self.coming.popleft())
 
     def _post(self, receive: Instruction) -> None:
         channels = self.stages[receive.stage].lowered.channels(receive)
-        self.posted[_key(receive)] = {n: channel.post() for n, channel in channels.items()}
+        self.posted[key_of(receive)] = {n: channel.post() for n, channel in channels.items()}
 
 
 def _add(into: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> None:
     into[name] = into[name] + x if name in into else x
 
 
-def _key(instruction: Instruction) -> Key:
-    assert instruction.peer is not None
-    return instruction.action, instruction.stage, instruction.peer, instruction.microbatch
+def key_of(i: Instruction) -> Key:
+    """Key of a receive among those that are posted."""
+    return i.action, i.stage, i.peer, i.microbatch

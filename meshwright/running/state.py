@@ -144,6 +144,7 @@ class State(PlannedModel):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from a whole state dict by FQN."""
+        self.runtime.check_drained("load_state_dict")
         self.runtime.load_state_dict(state)
 
     def init_weights(self, seed: int = 0) -> None:
@@ -153,6 +154,7 @@ class State(PlannedModel):
         keeping its part. ValueError where nothing is on meta; it names tensors without an
         initialiser.
         """
+        self.runtime.check_drained("init_weights")
         weights.init_weights(self.runtime, seed)
 
     def load_weights(self, path: str | Path) -> None:
@@ -162,6 +164,7 @@ class State(PlannedModel):
         and for names of files outside the folder, RuntimeError for a file that is damaged or would
         run code.
         """
+        self.runtime.check_drained("load_weights")
         weights.load_weights(self.runtime, path)
 
     @checked_booleans
@@ -217,6 +220,7 @@ class State(PlannedModel):
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
+        self.runtime.check_drained("save_checkpoint")
         self._check_optimizer(optimizer)
         held = self._held(optimizer)
         self._saving = checkpoint.save(
@@ -238,6 +242,7 @@ class State(PlannedModel):
         about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
         damaged file, or one that would run code), the same on all ranks.
         """
+        self.runtime.check_drained("load_checkpoint")
         self._check_optimizer(optimizer)
         held = self._held(optimizer)
         checkpoint.load(self.runtime, path, held, extra=extra)

@@ -74,6 +74,7 @@ LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
+    "staleness": ("torch's schedules flush the pipeline", "gradients of the step's own batch"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),

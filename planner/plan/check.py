@@ -240,8 +240,8 @@ def why_stepped_late(graph: Graph) -> str:
 def why_not_late(graph: Graph, precision: str) -> str:
     """Why gradients of a model can't come late, from a pipeline without a flush; empty where they
     can."""
-    if precision in ("fp16", "fp8"):
-        return f"{precision} would scale gradients for another step"
+    if precision == "fp16":
+        return "fp16 would scale gradients with the loss of another step"
     if graph.weight_writes:
         write = graph.weight_writes[0]
         return f"the forward writes weights ({write.source or write.module}) that others still read"

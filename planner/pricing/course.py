@@ -139,7 +139,8 @@ def _stage_bytes(
         )
     blocks = in_segments(priced, blocks, entering)
     weights, states = _fixed_bytes(trained, frozen, setting)
-    states += _late_bytes(trained, setting, *kept_back)
+    weights += _late_bytes(trained, setting, kept_back[0], 0)
+    states += _late_bytes(trained, setting, 1, kept_back[1])
     sent = [value for (source, _), values in edges.items() if source == k for value in values]
     target = setting.target
     temporary = partial(setting.optimizer.temporary_bytes, device=setting.cluster.device.kind)
