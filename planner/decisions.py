@@ -567,7 +567,7 @@ def _away(parts: Any) -> bool:
 
 _LATE = ", ".join(name for name, s in SCHEDULES.items() if not s.flushes)
 _FLUSHING = ", ".join(name for name, s in SCHEDULES.items() if s.flushes)
-_WHOLE_BACKWARD = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
+_WHOLE_BACKWARD = ", ".join(n for n, s in SCHEDULES.items() if s.flushes and not s.splits_backward)
 _PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
 _SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
 

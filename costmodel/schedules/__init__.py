@@ -26,9 +26,9 @@ from meshwright.costmodel.schedules.simulate import (
     event_of,
     register_schedule,
     simulate,
-    simulate_steady,
     step_times,
 )
+from meshwright.costmodel.schedules.steady import simulate_steady, simulate_step
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
     Pipeline,

@@ -127,9 +127,9 @@ class Schedule:
 
     @property
     def gathers(self) -> bool:
-        """Whether it runs with ZeRO-3: torch loses gradients where the backward is split, and of
-        two copies it is not built."""
-        return not self.splits_backward and self.copies == 1
+        """Whether it runs with ZeRO-3: torch loses gradients where the backward is split; of two
+        copies, and of versions of the weights, it is not built."""
+        return not self.splits_backward and self.copies == 1 and self.flushes
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""

@@ -26,7 +26,6 @@ from meshwright.executor.parameters.parameters import (
 from meshwright.executor.parameters.partial_dtensors import Reduced, reduce_in_optimizers
 from meshwright.executor.parameters.reducer import Reducer
 from meshwright.executor.parameters.tied import TiedLayout, sum_tied_gradients
-from meshwright.executor.parameters.versions import Versions
 from meshwright.executor.parameters.whole_operands import whole_of
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage

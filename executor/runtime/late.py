@@ -4,7 +4,7 @@ A call of `train_step` runs the forwards of its batch, and behind each the backw
 micro-batch that went through a while ago; the last backwards of a stage are left to the calls that
 follow (`orders.pipedream`). As soon as the gradients of a step are whole on a stage, they are
 reduced there and lie aside until they are due: at the end of a call, `Pipeline.late` steps behind
-their own. Weights come in versions (`parameters/versions.py`).
+their own. Weights come in versions.
 
 What all ranks together have of a step is summed by one all-reduce of
 
@@ -19,16 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor import ranks
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.host_values import read
-from meshwright.executor.parameters import StageParameter, Versions, accumulate_grads
+from meshwright.executor.parameters import StageParameter, accumulate_grads
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import (
     Given,
@@ -41,12 +42,9 @@ from meshwright.executor.stages import (
     look_ups_named,
 )
 
-if TYPE_CHECKING:
-    from meshwright.executor.runtime.runtime import Runtime
-
 
 @dataclass(slots=True, kw_only=True)
-class Whole:
+class ReducedStep:
     """A step whose gradients are whole on this rank, until they are delivered; what all ranks have
     of it is summed while there is `work`."""
 
@@ -66,7 +64,8 @@ class LateSteps:
     """The steps of a runtime whose pipeline is not flushed: `calls` so far, `fed` of them with a
     batch, counted since none was outstanding."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Any) -> None:
+        """`runtime` is the Runtime that makes this."""
         self.runtime = runtime
         self.pipeline = pipeline = runtime.plan.pipeline
         (self.stage,) = runtime.stages
@@ -85,7 +84,7 @@ class LateSteps:
         self.step: Step | None = None
         self.run: PipelineRun | None = None
         self.riding: dict[int, list[float]] = {}
-        self.whole: dict[int, Whole] = {}
+        self.reduced: dict[int, ReducedStep] = {}
 
     @property
     def outstanding(self) -> bool:
@@ -158,7 +157,7 @@ class LateSteps:
             scale=1.0 / count,
             weight_gradients=runtime.weight_gradients,
             observe=observe,
-            unflushed=Unflushed(
+            around=Unflushed(
                 before=self.run,
                 count=count,
                 take=lambda k: self.versions.take(self.calls + k // count),
@@ -180,7 +179,8 @@ class LateSteps:
     def _is_due(self, i: Instruction) -> bool:
         """Whether the step of an instruction was made."""
         count = self.pipeline.num_microbatches
-        return 0 <= self.calls * count + i.microbatch < self.fed * count
+        number = self.calls * count + i.microbatch
+        return bool(0 <= number < self.fed * count)
 
     def _ahead(self, stream: Sequence[Instruction]) -> list[Instruction]:
         """Receives of the next call, of what is sent in this one, counted from its first
@@ -224,7 +224,7 @@ class LateSteps:
                 p.gradient = None
         for reducer in runtime.reducers.values():
             reducer.begin()
-        self.whole[number] = Whole(gradients=gradients, numbers=numbers, work=work)
+        self.reduced[number] = ReducedStep(gradients=gradients, numbers=numbers, work=work)
 
     def _concluded(self) -> torch.Tensor:
         """The loss of the step that all ranks are done with at the end of this call, and what is to
@@ -232,14 +232,14 @@ class LateSteps:
         device = self.runtime.place.device
         if not 0 <= (number := self.calls - self.pipeline.staleness) < self.fed:
             return torch.full((), math.nan, device=device)
-        numbers = self.whole[number].wait()
+        numbers = self.reduced[number].wait()
         loss, bad, *riding = read(numbers, lambda: [0.0] * (2 + ranks.RIDING))
         if bad:
             self.runtime.guard.say_skipped(None)
         self.runtime.guard.conclude(not (bad and self.alike))
         self.runtime.batch_check.conclude(riding)
-        if not self.whole[number].gradients:
-            del self.whole[number]
+        if not self.reduced[number].gradients:
+            del self.reduced[number]
         return torch.full((), loss, device=device)
 
     def _deliver(self) -> None:
@@ -247,14 +247,54 @@ class LateSteps:
         if all of them are finite."""
         if not 0 <= (number := self.calls - self.late) < self.fed:
             return
-        whole = self.whole[number]
-        if not (self.alike and read(whole.wait()[1], lambda: 0.0)):
-            made = [p.gradient for p, _ in whole.gradients]  # of the next step, so far
-            for p, gradient in whole.gradients:
+        reduced = self.reduced[number]
+        if not (self.alike and read(reduced.wait()[1], lambda: 0.0)):
+            sums = [p.gradient for p, _ in reduced.gradients]  # of the next step, so far
+            for p, gradient in reduced.gradients:
                 p.gradient = gradient
-            accumulate_grads([p for p, _ in whole.gradients], self.runtime.place.device)
-            for (p, _), gradient in zip(whole.gradients, made, strict=True):
+            accumulate_grads([p for p, _ in reduced.gradients], self.runtime.place.device)
+            for (p, _), gradient in zip(reduced.gradients, sums, strict=True):
                 p.gradient = gradient
-        whole.gradients = []
+        reduced.gradients = []
         if number <= self.calls - self.pipeline.staleness:
-            del self.whole[number]
+            del self.reduced[number]
+
+
+# --- versions of weights --------------------------------------------------------------------------
+
+# Autograd holds leaves by reference, and views of them by their memory: a backward reads what lies
+# in a leaf's memory then. So each version has leaves of its own, which no optimizer steps, and the
+# blocks of the stage have those of the step whose forward or backward they run (what runs again in
+# a backward reads them, too). With v versions, step t has those of number t mod v, which the step
+# t - v is done with.
+
+
+class Versions:
+    """Leaves of a stage's trained parameters, by version."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], parameters: Sequence[StageParameter], count: int
+    ) -> None:
+        """`modules` read the parameters as attributes. One version is what there is already."""
+        self.count = count
+        self.parameters = [p for p in parameters if p.trainable] if count > 1 else []
+        readers: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in modules:
+            for name, leaf in module.named_parameters(recurse=False):
+                readers.setdefault(id(leaf), []).append((module, name))
+        self.readers = [readers.get(id(p.leaf), []) for p in self.parameters]
+        for p in self.parameters:
+            p.versions = tuple(nn.Parameter(torch.empty_like(p.leaf)) for _ in range(count))
+        self.current = -1
+        self.take(0)
+
+    def take(self, step: int) -> None:
+        """Have the leaves of a step, by number from 0."""
+        version = step % self.count
+        if version == self.current:
+            return
+        self.current = version
+        for p, places in zip(self.parameters, self.readers, strict=True):
+            p.leaf = p.versions[version]
+            for module, name in places:
+                setattr(module, name, p.leaf)

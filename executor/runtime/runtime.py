@@ -206,8 +206,8 @@ class Runtime(RankState):
         return loss
 
     def drain(self, observe: Observer | None = None) -> torch.Tensor | None:
-        """What a step without a batch would do: backwards that are outstanding, and `.grad` of what
-        is due; None where nothing is. Collective."""
+        """A step without a batch: backwards that are outstanding, and `.grad` of what is due; the
+        newest loss, None where nothing is outstanding. Collective."""
         return None if self.late is None else self.late.drain(observe)
 
     @property
@@ -253,7 +253,7 @@ class Runtime(RankState):
             scale=self.guard.seed / step.plan.num_microbatches,
             weight_gradients=self.weight_gradients,
             observe=observe,
-            early=self.validation.early(step.early),
+            around=self.validation.early(step.early),
         )
         with look_ups_named():
             losses = run.run()

@@ -85,10 +85,10 @@ class EarlyForwards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unflushed:
-    """Of a step that begins with passes that the one `before` left, and leaves some itself, each
-    step of `count` micro-batches: `take` has the weights of a micro-batch, `reduced` gets the
-    gradients of a step behind the last of its backwards, `ahead` are receives of the next step, of
-    what is sent in this one."""
+    """Surroundings of a step of `count` micro-batches that goes on with passes which the one
+    `before` left, and leaves some itself: `take` has the weights of a micro-batch, `reduced` gets
+    the gradients of a step behind the last of its backwards, `ahead` are receives of the next step,
+    of what is sent in this one."""
 
     before: PipelineRun | None
     count: int
@@ -110,12 +110,12 @@ class PipelineRun:
         weight_gradients: WeightGradientQueue,
         observe: Observer | None = None,
         keep: Keep | None = None,
-        early: EarlyForwards | None = None,
-        unflushed: Unflushed | None = None,
+        around: EarlyForwards | Unflushed | None = None,
     ) -> None:
         """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction; `keep` is
-        handed what stages make of each micro-batch; `early` forwards may run twice; an `unflushed`
-        step goes on with passes of the one before."""
+        handed what stages make of each micro-batch. `around` it are steps that are to be
+        validated, so that early forwards may run twice, or passes of others, where no step ends
+        with a flush."""
         self.stages = stages
         self.stream = stream
         self.rng = rng
@@ -123,13 +123,13 @@ class PipelineRun:
         self.weight_gradients = weight_gradients
         self.observe = observe
         self.keep = keep
-        self.early = early
-        self.unflushed = unflushed
+        self.early = around if isinstance(around, EarlyForwards) else None
+        self.unflushed = around if isinstance(around, Unflushed) else None
         self.sending: list[tuple[Any, torch.Tensor]] = []
         self.leaving: list[torch.Tensor] = []  # of which all messages were begun
         self._begin()
-        if unflushed is not None:
-            self._go_on(unflushed)
+        if self.unflushed is not None:
+            self._go_on(self.unflushed)
 
     def _begin(self) -> None:
         self.passes: dict[Unit, Pass] = {}

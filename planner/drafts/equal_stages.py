@@ -145,11 +145,8 @@ class EqualStages:
         if not self.floor.allows(mesh, m, groups):
             return
         work = self._work(mesh, m, groups)
-        slices = self.space.slices(mesh, m)
-        ways = {self.space.restrictions.steppings[0], *self.space.other_steppings}
-        schedules = self.space.schedules(groups, m, slices=slices)
-        if "stale" in ways:
-            schedules = [*schedules, *self.space.schedules(groups, m, stepping="stale")]
+        schedules = self.space.schedules(groups, m, slices=self.space.slices(mesh, m))
+        schedules += self.space.late_schedules(mesh, groups, m)
         bound_s = min((p.record.bound_s(*work, m, groups) for p in schedules), default=math.inf)
         if np.isfinite(bound_s):
             for placed in self.space.placements(mesh, groups):
@@ -207,13 +204,9 @@ class EqualStages:
         pipelines = self.space.schedules(choice.groups, m, setup.sharing, slices)
         yield setup, pipelines
         for stepping in self.space.other_steppings:
-            offered = pipelines
-            if stepping == "stale":
-                one_axis = choice.mesh.cp == choice.mesh.ep == slices == 1
-                late = self.space.schedules(choice.groups, m, setup.sharing, 1, stepping)
-                offered = late if one_axis else []
-            may = [p for p in offered if self.space.may_step(stepping, p, setup.sharing)]
-            if may:
+            late = self.space.late_schedules(choice.mesh, choice.groups, m, setup.sharing)
+            of = late if stepping == "stale" else pipelines
+            if may := [p for p in of if self.space.may_step(stepping, p, setup.sharing)]:
                 setting = replace(setup.chain.setting, stepping=stepping)
                 forced = self.space.restrictions.recompute
                 chain = self.programs.chain(setting, setup.chain.mode, forced)

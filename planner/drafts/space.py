@@ -576,6 +576,14 @@ class Space:
             if groups * v // schedule.copies <= most
         ]
 
+    def late_schedules(
+        self, mesh: Mesh, groups: int, m: int, sharing: Sharing = UNSHARED
+    ) -> list[Pipeline]:
+        """Equal stages under schedules without a flush, where the search may find that they pay."""
+        if "stale" not in self.other_steppings or mesh.cp * mesh.ep > 1:
+            return []
+        return self.schedules(groups, m, sharing, 1, stepping="stale")
+
     def _may_be_late(self, schedule: Schedule, groups: int, m: int, sharing: Sharing) -> bool:
         """Whether a schedule without a flush may have such stages."""
         alone = sharing.zero < 2 and not sharing.compression and not self.reliefs[0].host

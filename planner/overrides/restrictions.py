@@ -147,9 +147,9 @@ def restrict(
     """The overrides by block of `graph`; what the `target` can't run is left out. Raises
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
-    wanted = _without_flush(
-        _in_one_pass(for_target(overrides, target), precision), precision, graph
-    )
+    wanted = _in_one_pass(for_target(overrides, target), precision)
+    wanted = _without_flush(wanted, precision, graph)
+    steppings = _steppings(wanted, allow, precision, graph)
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
@@ -176,12 +176,7 @@ def restrict(
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
         compressions=compressions,
-        schedules=tuple(
-            s
-            for s in left_schedules(wanted)
-            if overrides.schedule or s in schedules_with(virtual_stages)
-            if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
-        ),
+        schedules=_schedules(wanted, virtual_stages, steppings),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
         cp_kind=wanted.cp_kind,
         pp=pp,
@@ -194,10 +189,23 @@ def restrict(
         shardings=wanted.shardings,
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
-        steppings=_steppings(wanted, allow, precision, graph),
+        steppings=steppings,
         staleness=0 if "staleness" in wanted.forbid else wanted.staleness,
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
+    )
+
+
+def _schedules(
+    wanted: Overrides, virtual_stages: int | None, steppings: Sequence[Stepping]
+) -> tuple[str, ...]:
+    """Schedules that are left, of those that place so many stages and let optimizers step so."""
+    return tuple(
+        s
+        for s in left_schedules(wanted)
+        if wanted.schedule or s in schedules_with(virtual_stages)
+        if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
+        if SCHEDULES[s].flushes or "stale" in steppings
     )
 
 

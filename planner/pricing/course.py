@@ -138,9 +138,7 @@ def _stage_bytes(
             )
         )
     blocks = in_segments(priced, blocks, entering)
-    weights, states = _fixed_bytes(trained, frozen, setting)
-    weights += _late_bytes(trained, setting, kept_back[0], 0)
-    states += _late_bytes(trained, setting, 1, kept_back[1])
+    weights, states = _fixed_bytes(trained, frozen, setting, *kept_back)
     sent = [value for (source, _), values in edges.items() if source == k for value in values]
     target = setting.target
     temporary = partial(setting.optimizer.temporary_bytes, device=setting.cluster.device.kind)
@@ -221,10 +219,16 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
 
 
 def _fixed_bytes(
-    trained: Sequence[memory.Trained], frozen: Sequence[Frozen], setting: Setting
+    trained: Sequence[memory.Trained],
+    frozen: Sequence[Frozen],
+    setting: Setting,
+    versions: int,
+    waiting: int,
 ) -> tuple[float, float]:
     """Bytes of weights, with the secondary shards that a backward begins with; and of optimizer
-    states, with what a step that is validated afterwards may have to undo."""
+    states, with what a step that is validated afterwards may have to undo. There are so many
+    `versions` of the weights, and gradients of so many steps `waiting` beside those that are made.
+    """
     away: dict[int, float] = defaultdict(float)  # elements by block
     for p in trained:
         away[p.block] += p.numel * p.away
@@ -236,6 +240,8 @@ def _fixed_bytes(
     sharing, optimizer = setting.sharing, setting.optimizer
     undone = setting.validated * optimizer.state_bytes
     states = undone * sum(p.numel / sharing.parts(p.shards) for p in trained)
+    weights += _late_bytes(trained, setting, versions, 0)
+    states += _late_bytes(trained, setting, 1, waiting)
     for p in trained:
         weight_bytes, state_bytes = memory.fixed_bytes(
             p.numel,

@@ -17,8 +17,7 @@ from meshwright.costmodel.schedules import (
     Timeline,
     build_schedule,
     in_flight,
-    simulate,
-    simulate_steady,
+    simulate_step,
 )
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import Peak, StageCosts, device_peaks
@@ -350,10 +349,7 @@ def simulated(
         for on_stages in works
         for of_slice in [{edge: s * on_stages[0].tokens for edge, s in sends.items()}]
     ]
-    if plan.record.flushes:
-        timeline = simulate(streams, times, sends, slices)
-    else:
-        timeline = simulate_steady(plan.pipeline, streams, times, sends)
+    timeline = simulate_step(plan.pipeline, streams, times, sends, slices)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, problem.graph):
         all_ranks = group_for(problem.cluster, size=plan.num_ranks, stride=1)
