@@ -25,6 +25,7 @@ from meshwright.costmodel.schedules.simulate import (
 )
 from meshwright.costmodel.schedules.table import Pipeline
 
+MOST_STEPS, MOST_MICROBATCHES = 16, 256  # of which a step's seconds are the mean
 SETTLED = 8  # times the devices' number of micro-batches, after which steps repeat themselves
 
 
@@ -72,7 +73,10 @@ def simulate_steady(
     as it takes for what began it to end, and then each device's slowest cycle of stages to show.
     Raises as `simulate`."""
     count, p = pipeline.num_microbatches, pipeline.num_stages
-    settled, more = 2 + math.ceil(SETTLED * p / count), p // math.gcd(p, count)
+    settled = 2 + math.ceil(SETTLED * p / count)
+    # of a way of n micro-batches steps are alike after n / gcd(n, m)
+    alike = math.lcm(*(n // math.gcd(n, count) for n in range(1, p + 1)))
+    more = min(alike, MOST_STEPS, max(2, MOST_MICROBATCHES // count))
     program = program_of(_steps_in_a_row(streams, count, settled + more + 1))
     seconds = _seconds(program, times, transfer_s)
     end_s = _play(program, seconds)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from meshwright.executor.stages import (
     key_of,
     look_ups_named,
 )
+
+_MADE = count()  # on all ranks alike
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +78,8 @@ class LateSteps:
         modules = (program, *program.blocks)
         count = pipeline.versions(self.stage)
         self.versions = Versions(modules, runtime.stage_parameters, count)
-        self.group = ranks.gloo_group("gradients that come late")  # its ranks come at any time
+        # its ranks come at any time, or not at all to those of a pipeline that is never drained
+        self.group = ranks.gloo_group(f"gradients that come late {next(_MADE)}")
         self._rest()
 
     def _rest(self) -> None:

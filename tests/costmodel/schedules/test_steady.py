@@ -46,17 +46,53 @@ def drawn(of: Pipeline, once: float) -> tuple[list[StageTimes], dict[tuple[int, 
     return times, sends
 
 
+def longest_cycle(times: list[StageTimes], sends: list[float]) -> float:
+    """Seconds a micro-batch by what waits for what: of F, B and the two sends of each stage, those
+    of a micro-batch after others so many micro-batches before. The largest ratio of a cycle's
+    seconds to its micro-batches is the least for which no cycle takes longer."""
+    p = len(times)
+    waits = list[tuple[str, str, int, float]]()  # (first, then, micro-batches on, seconds of it)
+    for k, time in enumerate(times):
+        behind = p - 1 - k
+        waits += [(f"F{k}", f"B{k}", -behind, time.backward_s)]
+        waits += [(f"B{k}", f"F{k}", behind + 1, time.forward_s)]
+        if k + 1 < p:
+            waits += [(f"F{k}", f"S{k}", 0, sends[k]), (f"S{k}", f"S{k}", 1, sends[k])]
+            waits += [(f"S{k}", f"F{k + 1}", 0, times[k + 1].forward_s)]
+            waits += [(f"B{k + 1}", f"T{k}", 0, sends[k]), (f"T{k}", f"T{k}", 1, sends[k])]
+            waits += [(f"T{k}", f"B{k}", 0, time.backward_s)]
+
+    def is_met(seconds: float) -> bool:
+        late = {name: 0.0 for wait in waits for name in wait[:2]}
+        for _ in range(len(late) + 1):
+            before = dict(late)
+            for first, then, on, own in waits:
+                late[then] = max(late[then], late[first] + own - seconds * on)
+            if late == before:
+                return True
+        return False
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_met(middle) else (middle, high)
+    return high
+
+
 @pytest.mark.parametrize("of", cases(), ids=str)
 def test_a_step_takes_the_longest_cycle(of: Pipeline) -> None:
-    """What a device does in a step; or the way of a micro-batch through the stages behind one and
-    back, of as many as that one has in flight."""
+    """Mostly what a device does in a step; or the way of a micro-batch through the stages behind
+    one and back, of as many as that one has in flight."""
     times, sends = drawn(of, 0.0)
     streams, m, p = build_schedule(of, sends), of.num_microbatches, of.num_stages
-    turns = [time.forward_s + time.backward_s for time in times]
-    ways = [sum(turns[k:]) + 2 * sum(sends[e] for e in [*sends][k:]) for k in range(p)]
-    wanted = m * max(*turns, *(way / (p - k) for k, way in enumerate(ways)))
+    wanted = m * longest_cycle(times, [*sends.values()])
     step = simulate_steady(of, streams, times, sends)
-    assert step.step_time_s == pytest.approx(wanted, rel=0.01)
+    near = 1e-3 if (p, m) == (5, 3) else 1e-6  # whose steps are alike after 20
+    assert step.step_time_s == pytest.approx(wanted, rel=near)
+    turns = [time.forward_s + time.backward_s for time in times]
+    ways = [sum(turns[k:]) + 2 * sum([*sends.values()][k:]) for k in range(p)]
+    simple = m * max(*turns, *(way / (p - k) for k, way in enumerate(ways)))
+    assert simple * (1 - 1e-9) <= wanted < 1.1 * simple
     assert simulate_step(of, streams, times, sends).step_time_s == step.step_time_s
     computes = [e for e in step.events if e.track == "compute" and e.microbatch is not None]
     assert len(computes) == 2 * m * p  # of one step
@@ -96,7 +132,7 @@ def test_orders_leave_to_the_next_steps_what_they_say(of: Pipeline) -> None:
         assert most == in_flight(of, k) == p - k
         assert behind <= of.versions(k) - 1 and versions <= of.versions(k)
         left = [c.microbatch for c in order if c.microbatch < 0]
-        assert len(left) == of.left(k) == p - 1 - k
+        assert of.left(k) == p - 1 - k and len(left) == min(m, p - 1 - k)
         ends = [i for i in stream if i.action is Action.REDUCE_GRADIENTS]
         assert [i.microbatch for i in ends] == [m * (n + 1) - 1 for n in range(calls)]
         assert of.late(k) == (1 if of.schedule == LATE[0] else -(-(p - 1 - k) // m))

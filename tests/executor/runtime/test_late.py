@@ -229,7 +229,7 @@ def fitted(allow: list[str]) -> tuple[float, list[float], Any]:
     done = fit(
         result, [tiny.batch(8, seed) for seed in range(FITTED)], steps=FITTED,
         optimizer=lambda result: optim.SGD(result.parameters(), lr=0.1), max_grad_norm=0.5,
-        log_to=lambda numbers: logged.append(numbers["loss"]), progress=False,
+        log_to=lambda numbers: logged.append(numbers["loss"]), log_every=1, progress=False,
     )  # fmt: skip
     assert not result.runtime.outstanding and result.drain() is None
     return float(done.loss), logged, result.full_state_dict()
