@@ -251,12 +251,21 @@ def _without_flush(wanted: Overrides, precision: str, graph: Graph) -> Overrides
     """The overrides with what a pipeline without a flush leaves. Raises `OverrideError`."""
     if not wanted.late:
         return wanted
+    said = f"staleness={wanted.staleness}" if wanted.staleness else f"schedule={wanted.schedule!r}"
     if why := why_not_late(graph, precision):
-        said = (
-            f"staleness={wanted.staleness}" if wanted.staleness else f"schedule={wanted.schedule!r}"
-        )
         raise OverrideError(
             f": {why}", place=f"override {said}", legal="staleness=0", way_out="flush each step"
+        )
+    m, pp = wanted.num_microbatches, wanted.pp
+    names = [wanted.schedule] if wanted.schedule else [n for n, s in SCHEDULES.items() if s.late]
+    delays = {SCHEDULES[n].staleness(m, pp) for n in names if m and pp and SCHEDULES[n].runs(m, pp)}
+    if m and pp and not delays & ({wanted.staleness} - {None} or delays):
+        raise OverrideError(
+            f" contradicts num_microbatches={m} with pp={pp}, whose delays are others",
+            place=f"override {said}",
+            legal=f"staleness {', '.join(map(str, sorted(delays)))}"
+            if delays
+            else f"{pp - 1} or more micro-batches, or schedule='pipedream'",
         )
     return replace(wanted, virtual_stages=1, slices=1, cp=1, ep=1)
 
