@@ -56,6 +56,8 @@ class ParallelModel(Steps, Evaluation, State):
 
         model, cluster = self._traced.model, self._problem.cluster
         check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
+        if self._runtime is not None:
+            self._runtime.check_drained("replan")
         if isinstance(optimizer, WholeTensors):
             raise OptimizerError(
                 " steps whole tensors at owners of this plan",

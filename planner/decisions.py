@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,16 +37,18 @@ class Decision:
 
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
     number from 0 to 1, of some no more (`within`) than of another, why, `sizes` (a list of whole
-    numbers from 1, in an override perhaps how many there are), or else whole numbers from 1. `off`
-    does without it. A plan file has it, where it is `written`, in a stage, its mesh, the plan
-    itself or its outer loop, `always` or unless it is off; what is `beside` another, with that one,
-    without which it is nothing. It `acts` on the whole plan, a stage or a block; all but the first
-    may be given by block. `of_devices`: it counts some of the cluster's devices.
+    numbers from 1, in an override perhaps how many there are), or else whole numbers from 1, or
+    from 0 where that is `off`. `off` does without it. A plan file has it, where it is `written`, in
+    a stage, its mesh, the plan itself or its outer loop, `always` or unless it is off; what is
+    `beside` another, with that one, without which it is nothing. It `acts` on the whole plan, a
+    stage or a block; all but the first may be given by block. `of_devices`: it counts some of the
+    cluster's devices.
 
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
-    `allowed`: it is left out unless the user allows it, and refused in a given plan where it
-    changes a training's numbers. `of_train_step`: it is priced for that alone.
+    `allowed`: it is left out unless the user allows it by its `permission`, its own name where
+    that is empty, and refused in a given plan where it changes a training's numbers.
+    `of_train_step`: it is priced for that alone.
 
     Of the data axis: `shared` gives a stage's value from its sharing and the number of ranks that
     hold its states, and `zeros` the ZeRO stages without which it has no effect. A number of ranks
@@ -71,6 +74,7 @@ class Decision:
     forbidden: bool = False
     named: Callable[[], Iterable[tuple[str, Any]]] = tuple
     allowed: Literal["", "numbers", "steps"] = ""
+    permission: str = ""
     of_train_step: bool = False
     shared: Callable[[Sharing, int], Any] | None = None
     zeros: tuple[int, ...] = ()
@@ -89,6 +93,16 @@ class Decision:
     def is_flag(self) -> bool:
         return self.off is False
 
+    @property
+    def word(self) -> str:
+        """The name by which it is allowed."""
+        return self.permission or self.name
+
+    @property
+    def least(self) -> int:
+        """The least of whole numbers."""
+        return 0 if type(self.off) is int and self.off == 0 else 1
+
     def uses(self, value: Any) -> bool:
         """Whether a value is another one than `off`, or None."""
         if self.sizes and value is not None:
@@ -105,7 +119,7 @@ class Decision:
             return all(type(size) is int and 1 <= size <= MAX_ROWS for size in value)
         if self.legal:
             return type(value) in map(type, self.legal) and value in self.legal
-        return isinstance(value, int) and 1 <= value <= MAX_ROWS
+        return isinstance(value, int) and self.least <= value <= MAX_ROWS
 
     def check_parts(
         self, parts: Mapping[str, Any], place: str, error: type[MeshwrightError]
@@ -146,7 +160,7 @@ class Decision:
         if self.sizes:
             return f"how many, or a list of sizes, each an integer from 1 to {MAX_ROWS}"
         comma = " or " if any("," in str(value) for value in self.legal) else ", "
-        return comma.join(map(str, self.legal)) or f"an integer from 1 to {MAX_ROWS}"
+        return comma.join(map(str, self.legal)) or f"an integer from {self.least} to {MAX_ROWS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +210,11 @@ def _quantized_line(sent: Sequence[str]) -> str:
 def _compressed_line(stages: Sequence[str]) -> str:
     kinds = "/".join(sorted({*stages} - {"none"}))
     return f"gradients by {kinds}" if kinds else ""
+
+
+def _staleness_line(steps: Sequence[int]) -> str:
+    late = max(steps, default=0)
+    return f"gradients {late} step{'s' * (late > 1)} late" if late else ""
 
 
 def _recompute_line(policies: Sequence[str]) -> str:
@@ -312,6 +331,11 @@ _TABLE = (
         line=_compressed_line,
     ),
     Decision(
+        "staleness", "steps by which gradients may come late; needs --allow stale, or to be asked "
+        "for", off=0, acts="plan", written="plan", forbidden=True, allowed="numbers",
+        permission="stale", of_train_step=True, line=_staleness_line,
+    ),
+    Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
         forbidden=True, 
         named=lambda: ((policy, policy) for policy in RECOMPUTE if policy != "none"),
@@ -409,7 +433,7 @@ def _forbids(schedules: tuple[str, ...]) -> Mapping[str, tuple[str, tuple[Any, .
 
 # decisions that change a training's numbers, or want its steps made by
 # `train_step(..., optimizer=)`: left out unless the user allows them by this name
-ALLOWABLE = tuple(d.name for d in _TABLE if d.allowed)
+ALLOWABLE = tuple(dict.fromkeys(d.word for d in _TABLE if d.allowed))
 # decisions by which an optimizer steps otherwise than at the end, each with the way
 STEPPINGS: Mapping[str, Stepping] = MappingProxyType(
     {"post_validation": "validated", "optimizer_in_backward": "in_backward"}
@@ -501,8 +525,10 @@ def _of_one_pass() -> Iterator[Contradiction]:
 
 
 def not_in_fp16(name: str) -> str:
-    """Why fp16 can't have a decision; empty where it can."""
-    clashes = (one.why for one in CONTRADICTIONS if (one.a, one.b) == (name, "precision"))
+    """Why fp16 can't have a decision, or what is allowed by its name; empty where it can."""
+    names = [d.name for d in _TABLE if name in (d.name, d.word)]
+    rows = (one for one in CONTRADICTIONS if one.a in names and one.b == "precision")
+    clashes = (one.why for one in rows)
     return next(clashes, "")
 
 
@@ -549,6 +575,47 @@ def _of_compressed() -> Iterator[Contradiction]:
         )  # fmt: skip
 
 
+def _of_stale() -> Iterator[Contradiction]:
+    """Contradictions of schedules without a flush, and of gradients that come late."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("pp", lambda pp: pp == 1, "on one device group there is no flush to save", "pp from 2"),
+        ("virtual_stages", lambda v: v > 1, "stages of a device would end apart", "one stage each"),
+        ("slices", lambda x: slices_in(x) > 1, "backwards left over are whole ones", "no slices"),
+        ("zero", lambda z: z > 1, "shards of two steps' gradients would be one", "zero 0 or 1"),
+        ("cp", lambda cp: cp > 1, "the context axis is not tried with it", "cp=1"),
+        ("ep", lambda ep: ep > 1, "experts that are shared out are not tried with it", "ep=1"),
+        ("compressed", lambda x: x != "none", "the next gradients would make up for errors of an "
+         "earlier step", "compressed='none'"),
+        ("offload", _away, "there is one version of what lies in host memory", "all on devices"),
+        ("post_validation", bool, "no step waits for a common end", "post_validation=False"),
+        ("optimizer_in_backward", bool, "a backward's weights are of an earlier step",
+         "optimizer_in_backward=False"),
+        ("precision", lambda x: x == "fp16", "gradients would have the scale of another step",
+         "precision bf16 or fp32"),
+    )  # fmt: skip
+    keys: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+        ("schedule", lambda name: not SCHEDULES[name].flushes, "a schedule with a flush, as 1f1b"),
+        ("staleness", bool, "staleness=0"),
+    )
+    for (key, used, without), (other, clash, why, legal) in product(keys, ruled_out):
+        yield Contradiction(
+            key, other, partial(_if_used, used, clash), why, f"{legal}, or {without}",
+            given=other != "precision",
+        )  # fmt: skip
+    yield Contradiction(
+        "staleness", "schedule",
+        lambda steps, schedule: bool(steps) is SCHEDULES[schedule].flushes,
+        "gradients come late where no step flushes the pipeline", f"0 with one of {_FLUSHING}, "
+        f"more with one of {_LATE}",
+    )  # fmt: skip
+
+
+def _if_used(
+    used: Callable[[Any], bool], clash: Callable[[Any], Any], value: Any, other: Any
+) -> Any:
+    return used(value) and clash(other)
+
+
 def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
     return how != "none" and clash(value)
 
@@ -572,7 +639,9 @@ def _away(parts: Any) -> bool:
     return any(parts.values())
 
 
-_WHOLE_BACKWARD = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
+_LATE = ", ".join(name for name, s in SCHEDULES.items() if not s.flushes)
+_FLUSHING = ", ".join(name for name, s in SCHEDULES.items() if s.flushes)
+_WHOLE_BACKWARD = ", ".join(n for n, s in SCHEDULES.items() if s.flushes and not s.splits_backward)
 _PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
 _SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
 
@@ -598,6 +667,7 @@ CONTRADICTIONS = (
     *_of_one_pass(),
     *_of_compressed(),
     *_of_branches(),
+    *_of_stale(),
     _of_slices(
         "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
         "zero 0 to 2",

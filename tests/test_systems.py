@@ -18,7 +18,13 @@ from meshwright.costmodel.kernels.collectives import Group, bytes_sent, exchange
 from meshwright.costmodel.memory import fixed_bytes, frozen_bytes, model_states, optimizer_named
 from meshwright.costmodel.mesh import Batch, Mesh, Stepping
 from meshwright.costmodel.operators import Pricer, Problem, Setting, matrices_of
-from meshwright.costmodel.schedules import SCHEDULES, Pipeline, build_schedule, moments, simulate
+from meshwright.costmodel.schedules import (
+    SCHEDULES,
+    Pipeline,
+    build_schedule,
+    moments,
+    simulate_step,
+)
 from meshwright.costmodel.schedules.schedule import SENDS
 from meshwright.costmodel.sharding import R
 from meshwright.costmodel.sharing import Sharing
@@ -376,8 +382,9 @@ def pipelined(
         return symbols, [sum(one.action in SENDS for one in streams[1]) / slices]
     if column == "memory":
         most = max(sum(x.active) + sum(x.put_off) for held in moments(of) for x in held)
-        return symbols, [most * of.record.copies / each / slices]
-    step = simulate(streams, [times(f, i + w, weight=w)] * of.num_stages, edges)
+        weights = [] if of.record.flushes else [float(of.versions(0))]
+        return symbols, [most * of.record.copies / each / slices, *weights]
+    step = simulate_step(of, streams, [times(f, i + w, weight=w)] * of.num_stages, edges)
     if column == "seconds":
         return {**symbols, "K": m / p}, [step.pipeline_s - ideal_s, step.period_s - ideal_s]
     took_s = step.period_s if of.record.staggered else step.pipeline_s
@@ -397,7 +404,10 @@ def branched(column: str, *, m: int = 16, b: int = 2, p: int = 5) -> Measured:
         return symbols, [sum(one.action in SENDS for one in streams[of_branch - 1])]
     if column == "memory":
         return symbols, [max(sum(x.active) for held in moments(of) for x in held)]
-    step, ideal_s = simulate(streams, [times(f, i + w, weight=w)] * p, edges), m * (f + i + w)
+    step, ideal_s = (
+        simulate_step(of, streams, [times(f, i + w, weight=w)] * p, edges),
+        m * (f + i + w),
+    )
     return symbols, [(step.pipeline_s - ideal_s) / ideal_s]
 
 
@@ -543,7 +553,12 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
             ("Interleaved 1F1B", "interleaved_1f1b", GENERAL), ("ZB-H2", "zb_h2", GENERAL),
             ("ZB-V", "zb_v", EVEN), ("DualPipeV", "dualpipe_v", EVEN),
             ("DualPipe", "dualpipe", EVEN), ("Chimera", "chimera", GENERAL),
+            ("PipeDream-2BW", "pipedream_2bw", GENERAL),
         )
+    },
+    "PipeDream": {
+        column: partial(pipelined, "pipedream", column, m=1)
+        for column in ("volume", "memory", "bubble")
     },
     **{
         words: {

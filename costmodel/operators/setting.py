@@ -114,6 +114,11 @@ class Setting:
         return self.stepping == "validated"
 
     @property
+    def late(self) -> bool:
+        """Whether gradients are of an earlier step, so that weights come in versions."""
+        return self.stepping == "stale"
+
+    @property
     def in_backward(self) -> bool:
         """Whether each parameter is stepped as its gradient is whole."""
         return self.stepping == "in_backward"

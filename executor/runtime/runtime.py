@@ -43,6 +43,7 @@ from meshwright.executor.parameters import (
     sum_tied_gradients,
     write_weights,
 )
+from meshwright.executor.runtime.late import LateSteps
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.step import (
     PendingScalar,
@@ -128,6 +129,7 @@ class Runtime(RankState):
         self.weight_gradients = builder.weight_gradients or WeightGradientQueue()
         self.flow = builder.flow
         self.tied_layouts = builder.tied
+        self.late = None if plan.record.flushes else LateSteps(self)
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
         self.shared_reducer = Reducer(shared, place)
         reducers = (*self.reducers.values(), self.shared_reducer)
@@ -181,6 +183,8 @@ class Runtime(RankState):
         instruction and phase in the runtime's stead.
         """
         self.validation.settle()
+        if self.late is not None:
+            return with_backward_done(self._late_step(self.late, batch, observe, local=local))
         stepping = None if optimizer is None else self._in_backward(optimizer)
         step, losses = self.passes(batch, observe, local=local, stepping=stepping)
         with torch.no_grad():
@@ -189,6 +193,37 @@ class Runtime(RankState):
             self.steps += 1
             loss = step.mean_loss(losses)
         return with_backward_done(loss)
+
+    def _late_step(
+        self, late: LateSteps, batch: Any, observe: Observer | None, *, local: bool
+    ) -> torch.Tensor:
+        """A step whose gradients come late: the loss of the newest one that is done with."""
+        self._check_trains()
+        step, inputs = self._prepared(batch, local)
+        late.check_step(step)
+        self.follow_buffers()
+        late.turn()
+        (observe or unobserved)(Phase.REFRESH, self._gather_weights)
+        loss = late.train(step, inputs, observe)
+        with torch.no_grad():
+            self.settle_buffers()
+        self.steps += 1
+        return loss
+
+    def drain(self, observe: Observer | None = None) -> torch.Tensor | None:
+        """A step without a batch: backwards that are outstanding, and `.grad` of what is due; the
+        newest loss, None where nothing is outstanding. Collective."""
+        return None if self.late is None else self.late.drain(observe)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether gradients of steps that were made have not come yet."""
+        return self.late is not None and self.late.outstanding
+
+    def check_drained(self, who: str) -> None:
+        """Raise ValueError where gradients are outstanding, which `who` would lose."""
+        if self.late is not None:
+            self.late.check_drained(who)
 
     def _in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
         """An optimizer that is stepped in the backward of the next step."""
@@ -206,14 +241,7 @@ class Runtime(RankState):
         stepping: StepInBackward | None = None,
     ) -> tuple[Step, list[torch.Tensor]]:
         """Forward, backward and reduction: the step and, on last stages, losses by micro-batch."""
-        self._check_ready()
-        if not torch.is_grad_enabled():
-            raise StateError(
-                " under no_grad or inference_mode makes no gradients",
-                place="train_step",
-                legal="grad enabled",
-                way_out="use eval_step for the loss alone",
-            )
+        self._check_trains()
         step, inputs = self._prepared(batch, local)
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
@@ -222,21 +250,21 @@ class Runtime(RankState):
         observed = observe or unobserved
         write_weights(self.stage_parameters, self.graph)
         observed(Phase.REFRESH, self._gather_weights)
-        seed = self._step_seed()
+        seed = self.step_seed()
         run = self.pipeline(
-            {k: self._run_stage(step, k, inputs) for k in self.stages},
+            {k: self.run_stage(step, k, inputs) for k in self.stages},
             step.stream,
             rng=lambda k: (seed, k * step.plan.microbatch_rows),
             scale=self.guard.seed / step.plan.num_microbatches,
             weight_gradients=self.weight_gradients,
             observe=observe,
-            early=self.validation.early(step.early),
+            around=self.validation.early(step.early),
         )
         with look_ups_named():
             losses = run.run()
         ranks.progress.enter("reducing gradients", waits=True)
         with torch.no_grad():
-            observed(Phase.REDUCE, self._finish_gradients)
+            observed(Phase.REDUCE, self.finish_gradients)
         return step, losses
 
     def read_state(self) -> None:
@@ -277,10 +305,12 @@ class Runtime(RankState):
                 stage.program.take(step.stages[k].graphs)
         self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
+        if self.late is not None:
+            self.late.turn()
         with torch.no_grad(), self._evaluating():
             self._gather_weights()
             run = self.pipeline(
-                {k: self._run_stage(step, k, inputs) for k in self.stages},
+                {k: self.run_stage(step, k, inputs) for k in self.stages},
                 [i for i in step.stream if i.action in forward],
                 rng=lambda k: (0, 0),
                 scale=1.0,
@@ -386,6 +416,17 @@ class Runtime(RankState):
                 way_out="plan for this batch",
             )
 
+    def _check_trains(self) -> None:
+        """`_check_ready`, and ValueError where no gradients are made."""
+        self._check_ready()
+        if not torch.is_grad_enabled():
+            raise StateError(
+                " under no_grad or inference_mode makes no gradients",
+                place="train_step",
+                legal="grad enabled",
+                way_out="use eval_step for the loss alone",
+            )
+
     def _check_ready(self) -> None:
         """Raise ValueError where there are no weights, `requires_grad` was changed or a parameter
         replaced, or another plan has taken the model over."""
@@ -408,7 +449,7 @@ class Runtime(RankState):
             )
         self.user.check_places(self.stage_parameters)
 
-    def _run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
+    def run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
         lowered, program = step.stages[k], self.stages[k].program
         rows = step.batches.rows(inputs, lowered.outer[0], step.reads[k])
         add_totals(lowered.totals, program.tensors, rows)
@@ -427,7 +468,7 @@ class Runtime(RankState):
         for gather in self.gathers.values():
             gather.begin()
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Wait until gradients are reduced over all axes and stages, and sharded as `stored`."""
         self.shared_reducer.flush()
         for reducer in (*self.reducers.values(), self.shared_reducer):
@@ -453,7 +494,7 @@ class Runtime(RankState):
                 p.gradient = None
             accumulate_grads(self.stage_parameters, self.place.device)
 
-    def _step_seed(self) -> int:
+    def step_seed(self) -> int:
         apart = self.replica * 1_000_003**2
         return random.Random(self.seed * 1_000_003 + self.steps + apart).getrandbits(31)
 

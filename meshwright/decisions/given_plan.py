@@ -62,7 +62,8 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
     for name, decision in DECISIONS.items():
-        refused = decision.allowed == "numbers" and name not in problem.allow
+        word = decision.word
+        refused = decision.allowed == "numbers" and word not in problem.allow
         for k, holder in enumerate(plan.having(name) if refused else ()):
             if not decision.uses(value := getattr(holder, name)):
                 continue
@@ -71,7 +72,7 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 f"={value!r}: numbers change with it, and it is not allowed",
                 place=f"plan: {of_stage}{name}",
                 legal=decision.off,
-                way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
+                way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
             )
     if problem.stepped.matrices and (
         plan.stepping != "at_end" or any(stage.host.states for stage in plan.stages)

@@ -174,6 +174,7 @@ class State(PlannedModel):
     @in_replica
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from a whole state dict by FQN."""
+        self.runtime.check_drained("load_state_dict")
         self.runtime.load_state_dict(state)
 
     @in_replica
@@ -184,6 +185,7 @@ class State(PlannedModel):
         keeping its part. ValueError where nothing is on meta; it names tensors without an
         initialiser.
         """
+        self.runtime.check_drained("init_weights")
         weights.init_weights(self.runtime, seed)
 
     @in_replica
@@ -194,6 +196,7 @@ class State(PlannedModel):
         and for names of files outside the folder, RuntimeError for a file that is damaged or would
         run code.
         """
+        self.runtime.check_drained("load_weights")
         weights.load_weights(self.runtime, path)
 
     @checked_booleans
@@ -259,6 +262,7 @@ class State(PlannedModel):
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
+        self.runtime.check_drained("save_checkpoint")
         held = self._checked_optimizer(optimizer)
         if self.plan.outer_loop is not None:
             save_apart(self.meetings, path, held, extra=extra)
@@ -282,6 +286,7 @@ class State(PlannedModel):
         about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
         damaged file, or one that would run code), the same on all ranks.
         """
+        self.runtime.check_drained("load_checkpoint")
         held = self._checked_optimizer(optimizer)
         if self.plan.outer_loop is not None:
             load_apart(self.meetings, path, held, extra=extra)

@@ -69,6 +69,10 @@ class Steps(PlannedModel):
 
         Replicas that train apart take their own rows of the batch, and return the mean loss over
         those; they meet at the start of the first call after a meeting is due.
+
+        Of a plan with `staleness` s the gradients are those of s steps ago, or of fewer on some
+        stages, and so is the loss: that of the batch given s calls ago, NaN before there is one, so
+        that reading it waits for nobody. What is outstanding then comes by `drain`.
         """
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
@@ -121,6 +125,29 @@ class Steps(PlannedModel):
         loss = self.monitor.train_step(run, lambda: self._size(inputs, local))
         if max_norm is not None:
             self.monitor.note(grad_norm=norms[0])
+        return loss
+
+    def drain(
+        self, optimizer: torch.optim.Optimizer | None = None, *, max_grad_norm: float | None = None
+    ) -> torch.Tensor | None:
+        """A `train_step` without a batch, of a plan with `staleness`: runs backwards that are
+        outstanding, adds the gradients that are due to `.grad`, steps an `optimizer` that is given
+        as `train_step` does, and returns the loss of the newest batch that is done with. None, and
+        nothing is done, where nothing is outstanding (always, under other plans). Collective.
+
+            while result.drain(optimizer) is not None:
+                pass
+        """
+        check_step(optimizer, max_grad_norm)
+        if not self.plan.staleness:
+            return None
+        if optimizer is not None and self.runtime.outstanding:
+            optimizer.zero_grad()
+        loss = self.runtime.drain()
+        if loss is not None and optimizer is not None:
+            if max_grad_norm is not None:
+                self.clip_grad_norm_(max_grad_norm)
+            optimizer.step()
         return loss
 
     @in_replica

@@ -103,6 +103,7 @@ def make_draft(
         branches=pipeline.depths,
         schedule=pipeline.schedule,
         precision=coster.problem.precision,
+        staleness=pipeline.staleness,
         stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
         chunked_loss=coster.graph.loss_parts,
     )

@@ -67,7 +67,7 @@ class Drafter:
             overrides,
             graph,
             target=problem.target,
-            allow=[name for name in problem.allow if not (whole and name in STEPPINGS)],
+            allow=[name for name in problem.allow if not (whole and name in (*STEPPINGS, "stale"))],
             precision=problem.precision,
         )
         if whole:
@@ -141,6 +141,7 @@ def _check_stepped_whole(problem: Problem, over: Restrictions) -> None:
     asked = {
         "offload={'optimizer': ...}": over.host_states or over.host_weights,
         **{f"{name}=True": stepping == way for name, way in STEPPINGS.items()},
+        "staleness": stepping == "stale",
     }
     if said := [name for name, value in asked.items() if value]:
         raise OverrideError(

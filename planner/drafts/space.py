@@ -560,6 +560,8 @@ class Space:
         """Whether optimizers may step so."""
         if sharing.compression:
             return False
+        if stepping == "stale":
+            return not pipeline.record.flushes
         if stepping == "in_backward":
             alone = pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
             return alone and not pipeline.record.splits_backward
@@ -568,10 +570,16 @@ class Space:
         return staggered and not writes and not sharing.gathers
 
     def schedules(
-        self, groups: int, m: int, sharing: Sharing = UNSHARED, slices: int | None = None
+        self,
+        groups: int,
+        m: int,
+        sharing: Sharing = UNSHARED,
+        slices: int | None = None,
+        stepping: Stepping | None = None,
     ) -> list[Pipeline]:
         """Equal stages under each schedule; on one device group only the one that holds least.
-        Where m are `slices` of micro-batches, those schedules that take them; None: as asked."""
+        Where m are `slices` of micro-batches, those schedules that take them; None: as asked. Of
+        optimizers that step so, the first way where nothing is said."""
         slices = slices or self.slices_asked or 1
         over, most = self.restrictions, len(self.cut_at) - 1
         if self._held_twice and (self._validates or self.reliefs[0].host):
@@ -583,6 +591,8 @@ class Space:
             if slices == 1 or (schedule.sliced and not sharing.gathers)
             if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
             if schedule.copies == 1 or not sharing.compression
+            if schedule.flushes or self._may_be_late(schedule, groups, m, sharing)
+            if schedule.flushes == ((stepping or over.steppings[0]) != "stale")
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:
@@ -602,6 +612,19 @@ class Space:
             for v in schedule.offered(over.virtual_stages)
             if groups * v // schedule.copies <= most
         ]
+
+    def late_schedules(
+        self, mesh: Mesh, groups: int, m: int, sharing: Sharing = UNSHARED
+    ) -> list[Pipeline]:
+        """Equal stages under schedules without a flush, where the search may find that they pay."""
+        if "stale" not in self.other_steppings or mesh.cp * mesh.ep > 1:
+            return []
+        return self.schedules(groups, m, sharing, 1, stepping="stale")
+
+    def _may_be_late(self, schedule: Schedule, groups: int, m: int, sharing: Sharing) -> bool:
+        """Whether a schedule without a flush may have such stages."""
+        alone = sharing.zero < 2 and not sharing.compression and not self.reliefs[0].host
+        return alone and self.restrictions.staleness in (None, schedule.staleness(m, groups))
 
     # --- cuts ---
 

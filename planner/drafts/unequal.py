@@ -103,7 +103,9 @@ class UnequalStages:
 
     def schedules(self) -> list[str]:
         """Schedules that stages of different meshes may have."""
-        names = [name for name, record in SCHEDULES.items() if record.unequal_meshes]
+        late = self.space.restrictions.steppings[0] == "stale"
+        alike = ((name, record) for name, record in SCHEDULES.items() if record.flushes != late)
+        names = [name for name, record in alike if record.unequal_meshes]
         return [name for name in names if name in self.space.restrictions.schedules] or names
 
     def tables(

@@ -75,6 +75,7 @@ LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
+    "staleness": ("torch's schedules flush the pipeline", "gradients of the step's own batch"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
     "branches": ("torch's stages follow each other", "branches one after the other"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),

@@ -74,10 +74,11 @@ class Overrides:
     `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
     `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
     `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
-    step, so that only a few gradients are there at once. `replicas` train apart, each on its rows
-    of the batch, and meet every `sync_every` steps (100), where they send changes in `outer_bits`
-    (32 or 8), their weights in `fragments` at steps of their own; without them there are none,
-    unless they are allowed and pay. `forbid`
+    step, so that only a few gradients are there at once. `staleness` is the number of steps by
+    which gradients may come late, of a pipeline that is never flushed (0: none do). `replicas`
+    train apart, each on its rows of the batch, and meet every `sync_every` steps (100), where they
+    send changes in `outer_bits` (32 or 8), their weights in `fragments` at steps of their own;
+    without them there are none, unless they are allowed and pay. `forbid`
     lists what must not be used: one of `forbiddable()`. Raises `OverrideError`.
     """
 
@@ -99,6 +100,7 @@ class Overrides:
     hpz: int | Mapping[str, int] | None = None
     quantized: str | Mapping[str, str] | None = None
     compressed: str | Mapping[str, str] | None = None
+    staleness: int | None = None
     recompute: str | Mapping[str, str] | None = None
     segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
@@ -180,8 +182,13 @@ class Overrides:
         """Part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
             return float(self.offload.get(what, 0.0))
-        steps = self.post_validation or self.optimizer_in_backward
+        steps = self.post_validation or self.optimizer_in_backward or self.late
         return 0.0 if "offload" in self.forbid or steps else None
+
+    @property
+    def late(self) -> bool:
+        """Whether gradients that come late are asked for, by their number or the schedule."""
+        return bool(self.staleness or (self.schedule and not SCHEDULES[self.schedule].flushes))
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""

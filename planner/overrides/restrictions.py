@@ -36,6 +36,7 @@ from meshwright.planner.plan import (
     expand_names,
     glob,
     has_experts,
+    why_not_late,
     why_stepped_late,
 )
 
@@ -56,8 +57,9 @@ class Restrictions:
     (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
     `slices` and `branches` are as asked, 1 for none. `steppings` are the ways in which optimizers
-    may step, the first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are
-    the block positions at which stages end, where the user gave them.
+    may step, the first one always; `staleness` the steps by which gradients come late, None where
+    it is free. Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at
+    which stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -93,6 +95,7 @@ class Restrictions:
     host_states: float | None = None
     host_activations: float | None = None
     steppings: tuple[Stepping, ...] = ("at_end",)
+    staleness: int | None = None
     host_weights: float = 0.0
     host_files: float = 0.0
 
@@ -147,6 +150,8 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
+    wanted = _without_flush(wanted, precision, graph)
+    steppings = _steppings(wanted, allow, precision, graph)
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
@@ -168,18 +173,13 @@ def restrict(
     return Restrictions(
         blocks=tuple(names),
         **values,
-        zeros=frozenset(wanted.left("zero")),
+        zeros=frozenset(z for z in wanted.left("zero") if not (wanted.late and z > 1)),
         policies=wanted.left("recompute"),
         partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
         compressions=compressions,
-        schedules=tuple(
-            s
-            for s in left_schedules(wanted)
-            if overrides.schedule or s in schedules_with(virtual_stages)
-            if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
-        ),
+        schedules=_schedules(wanted, virtual_stages, steppings),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
         cp_kind=wanted.cp_kind,
         pp=pp,
@@ -191,9 +191,23 @@ def restrict(
         shardings=wanted.shardings,
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
-        steppings=_steppings(wanted, allow, precision, graph),
+        steppings=steppings,
+        staleness=0 if "staleness" in wanted.forbid else wanted.staleness,
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
+    )
+
+
+def _schedules(
+    wanted: Overrides, virtual_stages: int | None, steppings: Sequence[Stepping]
+) -> tuple[str, ...]:
+    """Schedules that are left, of those that place so many stages and let optimizers step so."""
+    return tuple(
+        s
+        for s in left_schedules(wanted)
+        if wanted.schedule or s in schedules_with(virtual_stages)
+        if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
+        if SCHEDULES[s].flushes or "stale" in steppings
     )
 
 
@@ -235,16 +249,44 @@ def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
     return replace(wanted, pp=1, virtual_stages=1, num_microbatches=1, zero=zero)
 
 
+def _without_flush(wanted: Overrides, precision: str, graph: Graph) -> Overrides:
+    """The overrides with what a pipeline without a flush leaves. Raises `OverrideError`."""
+    if not wanted.late:
+        return wanted
+    said = f"staleness={wanted.staleness}" if wanted.staleness else f"schedule={wanted.schedule!r}"
+    if why := why_not_late(graph, precision):
+        raise OverrideError(
+            f": {why}", place=f"override {said}", legal="staleness=0", way_out="flush each step"
+        )
+    m, pp = wanted.num_microbatches, wanted.pp
+    names = [wanted.schedule] if wanted.schedule else [n for n, s in SCHEDULES.items() if s.late]
+    delays = {SCHEDULES[n].staleness(m, pp) for n in names if m and pp and SCHEDULES[n].runs(m, pp)}
+    if m and pp and not delays & ({wanted.staleness} - {None} or delays):
+        raise OverrideError(
+            f" contradicts num_microbatches={m} with pp={pp}, whose delays are others",
+            place=f"override {said}",
+            legal=f"staleness {', '.join(map(str, sorted(delays)))}"
+            if delays
+            else f"{pp - 1} or more micro-batches, or schedule='pipedream'",
+        )
+    return replace(wanted, virtual_stages=1, slices=1, cp=1, ep=1)
+
+
 def _steppings(
     wanted: Overrides, allow: Collection[str], precision: str, graph: Graph
 ) -> tuple[Stepping, ...]:
     """Ways in which optimizers may step, by the decisions about it and those that are allowed."""
     asked = [way for name, way in STEPPINGS.items() if getattr(wanted, name)]
+    if wanted.late:
+        return ("stale",)
     if asked:
         return (*asked,)
     left = [name for name in STEPPINGS if name in allow and getattr(wanted, name) is None]
-    free = [STEPPINGS[name] for name in left]
+    free: list[Stepping] = [STEPPINGS[name] for name in left]
     late = precision == "fp16" or why_stepped_late(graph)
+    may_come_late = not (wanted.staleness == 0 or "staleness" in wanted.forbid)
+    if "stale" in allow and may_come_late and not why_not_late(graph, precision):
+        free.append("stale")
     return ("at_end", *(way for way in free if not (late and way == "in_backward")))
 
 

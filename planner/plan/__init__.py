@@ -7,7 +7,13 @@ from meshwright.profiles.inputs.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from meshwright.planner.decisions import OFFLOADS, PLACEMENTS, divisors
     from meshwright.planner.plan.assignments import Known, arriving_states, plan_assignments
-    from meshwright.planner.plan.check import check_plan, check_runs, fingerprint, why_stepped_late
+    from meshwright.planner.plan.check import (
+        check_plan,
+        check_runs,
+        fingerprint,
+        why_not_late,
+        why_stepped_late,
+    )
     from meshwright.planner.plan.context_parallel import ulysses_degrees
     from meshwright.planner.plan.expert_legs import legs, refused
     from meshwright.planner.plan.expert_parallel import (

@@ -58,6 +58,13 @@ def check_plan(
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_contradictions(plan)
     check_copies(plan, graph)
+    if not plan.record.flushes and (why := why_not_late(graph, plan.precision)):
+        raise PlanError(
+            f"={plan.schedule!r}: {why}",
+            place="plan: schedule",
+            legal="a schedule with a flush",
+            way_out="take 1f1b",
+        )
     if plan.optimizer_in_backward and (why := why_stepped_late(graph)):
         raise PlanError(
             f": {why}",
@@ -192,6 +199,15 @@ def _check_step(plan: Plan) -> None:
             place="plan: num_microbatches",
             legal=divisors(plan.global_batch_size),
         )
+    if plan.stages and plan.record.staleness(plan.num_microbatches, len(plan.devices)) != (
+        late := plan.staleness
+    ):
+        raise PlanError(
+            f"={late}, which schedule={plan.schedule!r} does not make of it",
+            place="plan: staleness",
+            legal=plan.pipeline.staleness,
+            way_out="write that, or take another schedule",
+        )
     if not plan.stages:
         raise PlanError(
             "no stages", place="plan", legal="each block in a stage", way_out="plan again"
@@ -241,6 +257,27 @@ def why_stepped_late(graph: Graph) -> str:
             trained |= {v: read for v in op.results}
         else:
             of_batch.update(op.results)
+    return ""
+
+
+def why_not_late(graph: Graph, precision: str) -> str:
+    """Why gradients of a model can't come late, from a pipeline without a flush; empty where they
+    can."""
+    if precision == "fp16":
+        return "fp16 would scale gradients with the loss of another step"
+    if graph.weight_writes:
+        write = graph.weight_writes[0]
+        return f"the forward writes weights ({write.source or write.module}) that others still read"
+    for op in graph.ops:
+        if traits_of(op).leaf and any(graph.values[v].requires_grad for v in op.operands):
+            return f"the leaf {op.module} may give no gradient, which is known after the backward"
+    readers = Counter(v for block in graph.blocks for v in block.parameters)
+    trained = (v for v, n in readers.items() if n > 1 and graph.values[v].requires_grad)
+    if (tied := next(trained, None)) is not None:
+        return (
+            f"several blocks read {graph.parameters[tied]}, whose gradients would meet at a common "
+            "end of the step"
+        )
     return ""
 
 

@@ -205,9 +205,10 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. With an `outer_loop` the stages are those of
-    the first of its replicas, which all have as many ranks and rows. `made` are the model's name,
-    the date and the versions that a plan file carries; they decide nothing.
+    of so many tokens each; whole where there are none. Gradients come `staleness` steps late, at
+    most. With an `outer_loop` the stages are those of the first of its replicas, which all have as
+    many ranks and rows. `made` are the model's name, the date and the versions that a plan file
+    carries; they decide nothing.
     """
 
     model: str
@@ -219,6 +220,7 @@ class Plan:
     chunked_loss: int = 1
     slices: tuple[int, ...] = ()
     branches: tuple[int, ...] = ()
+    staleness: int = 0
     post_validation: bool = False
     optimizer_in_backward: bool = False
     outer_loop: OuterLoop | None = None
@@ -227,6 +229,8 @@ class Plan:
     @property
     def stepping(self) -> Stepping:
         """Way in which the optimizer steps."""
+        if not self.record.flushes:
+            return "stale"
         return next((way for name, way in STEPPINGS.items() if getattr(self, name)), "at_end")
 
     def stepped(self, stepping: Stepping) -> Plan:

@@ -12,7 +12,13 @@ from meshwright.costmodel.kernels import collective_time, crosses_node, group_fo
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import Entry, Problem
-from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
+from meshwright.costmodel.schedules import (
+    StageTimes,
+    Timeline,
+    build_schedule,
+    in_flight,
+    simulate_step,
+)
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import OuterExchange, Peak, StageCosts, device_peaks
 from meshwright.costmodel.target import Target
@@ -387,7 +393,7 @@ def simulated(
         for on_stages in works
         for of_slice in [{edge: s * on_stages[0].tokens for edge, s in sends.items()}]
     ]
-    timeline = simulate(streams, times, sends, slices)
+    timeline = simulate_step(plan.pipeline, streams, times, sends, slices)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, problem.graph):
         all_ranks = group_for(problem.cluster, size=plan.num_ranks, stride=1)

@@ -105,6 +105,20 @@ LANDMARKS: Mapping[str, Landmark] = {
     "dpr on 8 V100": Landmark(model=dpr, node="p3.16xlarge", batch=128, precision="fp16"),
     # unequal towers on fast links share all devices
     "clip-l/14 on 8 H100": Landmark(model=clip, node="dgx-h100", batch=512),
+    # a device a node, no more rows than twice the groups: never flushed (Narayanan et al. 2020)
+    "llama-8b on 8 nodes of one H100, stale": Landmark(
+        model=llama_8b(2048), node="p5.48xlarge", nodes=8, devices=1, batch=16,
+        given={"allow": ["stale"]},
+    ),
+    # the same without permission
+    "llama-8b on 8 nodes of one H100": Landmark(
+        model=llama_8b(2048), node="p5.48xlarge", nodes=8, devices=1, batch=16
+    ),
+    # no room for versions of the weights, and none needed: ZeRO-3 has no bubble
+    "llama-8b on 16 V100, stale": Landmark(
+        model=llama_8b(2048), node="dgx-2-v100", devices=8, nodes=2, batch=16,
+        given={"allow": ["stale"]},
+    ),
     # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
     "gpt-14.6b, pipeline of 16 A100": Landmark(
         model=lambda: gpt(46, 5120, 40, 50304, 1024),

@@ -112,6 +112,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
         model=fingerprint(graph),
         global_batch_size=knobs.rows,
         precision=knobs.precision,
+        staleness=SCHEDULES[knobs.schedule].staleness(knobs.num_microbatches, len(meshes)),
         schedule=knobs.schedule,
         num_microbatches=knobs.num_microbatches,
         stages=tuple(stages),
