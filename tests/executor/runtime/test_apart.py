@@ -186,6 +186,8 @@ def refuses_on_ranks() -> None:
         result.timeline("x.json")
     with pytest.raises(StateError, match="steps of replicas that train apart"):
         result.recalibrate()
+    with pytest.raises(StateError, match="are rehearsed one by one"):
+        result.rehearse()
     if result.meetings.world.number:  # one has made a step more than the other
         result.train_step(tiny.batch(ROWS, 1))
     with pytest.raises(StateError, match=r"replica 0: step 1.*replica 1: step 2"):

@@ -13,26 +13,29 @@ from meshwright.executor.ranks import all_gather_object, gloo_group
 from tests.executor.runtime.outer_loops import Alone, all_names, nearly, planned
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 
 EVERY, STEPS = 3, 7
 
 
 def trained(world: int, inner: dict[str, Any], outer: dict[str, Any], tied: bool) -> None:
     """Seven steps of the plan, each replica's weights and losses beside the oracle's."""
-    overrides = Overrides(**inner, replicas=2, sync_every=EVERY, **outer)
-    result = planned(world, overrides=overrides, tied=tied)
-    assert (result.plan.num_ranks, result.plan.replicas) == (world, 2)
+    outer = {"replicas": 2, **outer}
+    count, rows = outer["replicas"], 12 if outer["replicas"] == 3 else 8
+    overrides = Overrides(**inner, sync_every=EVERY, **outer)
+    result = planned(world, overrides=overrides, tied=tied, global_batch_size=rows)
+    assert (result.plan.num_ranks, result.plan.replicas) == (world, count)
     optimizer = result.make_optimizer(torch.optim.AdamW, lr=1e-2)
     fragments = [sorted(f for share in of for f in (p.fqn for p in share.parameters))
                  for of in result.meetings.fragments]  # fmt: skip
     names = everywhere(fragments)
     alone = Alone(
-        replicas=2, every=EVERY, fragments=names, bits=outer.get("outer_bits", 32), tied=tied
+        replicas=count, every=EVERY, fragments=names, bits=outer.get("outer_bits", 32), tied=tied
     )
     assert sorted(name for of in names for name in of) == sorted(all_names(tied))
     number = result.meetings.world.number
     for step in range(STEPS):
-        batch = tiny.batch(8, step)
+        batch = tiny.batch(rows, step)
         loss = result.train_step(batch, optimizer=optimizer)
         assert abs(float(loss) - alone.step(batch)[number]) < 1e-5
     result.meetings.meet_if_due()
@@ -58,6 +61,18 @@ def everywhere(fragments: list[list[str]]) -> list[list[str]]:
         (4, {"tp": 2}, {"fragments": 3}, False),
         (4, {"pp": 2}, {}, True),
         (4, {"dp": 2, "zero": 0}, {}, False),
+        *(
+            pytest.param(*cell, marks=second_tier("other ways to hold and step weights"))
+            for cell in (
+                (3, {}, {"replicas": 3}, False),
+                (4, {"dp": 2, "zero": 3}, {}, False),
+                (4, {"dp": 2, "zero": 2}, {"fragments": 3, "outer_bits": 32}, True),
+                (2, {"optimizer_in_backward": True}, {}, False),
+                (4, {"pp": 2, "post_validation": True, "num_microbatches": 2}, {}, False),
+                (4, {"dp": 2, "zero": 1, "offload": {"optimizer": 1.0}}, {}, False),
+                (8, {"dp": 2, "tp": 2, "zero": 1}, {"fragments": 3}, False),
+            )
+        ),
     ],
 )
 def test_replicas_end_as_on_one_device(
