@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import Overrides, ParallelModel, fit
+from meshwright import Ema, Overrides, ParallelModel, fit
 from meshwright.executor.errors import NotThereError, StateError
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import OverrideError
@@ -187,6 +187,8 @@ def refuses_on_ranks() -> None:
     nowhere.init_weights(3)
     assert nowhere.state_dict().keys() >= {*all_names()}
     result = result_of(2, **TWO)
+    with pytest.raises(StateError, match="Ema: replicas that train apart have weights"):
+        Ema(result)
     with pytest.raises(StateError, match="no weights pass to a new plan in memory"):
         result.train_step(tiny.batch(ROWS, 0))
         result.replan(Overrides())
