@@ -149,10 +149,12 @@ def _less(cluster: Cluster, states: int, request: Request) -> Cluster:
 
 
 def _lacking(prediction: Prediction, cluster: Cluster, memory_margin: float) -> list[float]:
-    """Bytes that a plan takes beyond the margin of each stage's devices, or of a node's host."""
+    """Bytes that a plan takes beyond what there is where outer states are: of each stage's devices
+    on the CPU, but for the margin, else of a node's host."""
+    if cluster.device.kind != "cpu":
+        return [float(prediction.host_shortfall(cluster))]
     room = cluster.device.memory_bytes * (1 - memory_margin)
-    lacks = [max(0.0, peak - room) for peak in prediction.peak_memory_bytes]
-    return [*lacks, float(prediction.host_shortfall(cluster))]
+    return [max(0.0, peak - room) for peak in prediction.peak_memory_bytes]
 
 
 def _every(fragments: int) -> int:
