@@ -218,7 +218,8 @@ class State(PlannedModel):
         submodules, or that which `submodule` names; without one, the folder has no config. With
         `trainable_only` peft's adapters are written as peft reads them; of a model without
         adapters the trained parameters. Raises ValueError for what can't be saved so, RuntimeError
-        where writing fails, the same on all ranks.
+        where writing fails, the same on all ranks. Of replicas that train apart the weights at
+        their last meeting; `meet()` before makes these the latest.
         """
         options: dict[str, Any] = {
             "max_shard_size": max_shard_size,
@@ -229,7 +230,7 @@ class State(PlannedModel):
         if self._world is None:
             export.save_pretrained(self.runtime, path, **options)
             return
-        self.meetings.meet_if_due()
+        self.meetings.begin()
 
         def first() -> None:
             if self._world is not None and self._world.number == 0:
@@ -258,6 +259,10 @@ class State(PlannedModel):
         copied to the host: training may go on, `.wait()` on what is returned says that it is on the
         disk, and the next save or load, and the end of the process, wait for it. An error in the
         background is raised by `.wait()` or the next save.
+
+        Replicas that train apart are saved as they are, and the weights at their last meeting with
+        the first replica's buffers; a meeting that is due is at the `train_step` after, here and
+        where it is loaded.
         """
         if self._saving is not None:
             before, self._saving = self._saving, None
