@@ -187,8 +187,9 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. `made` are the model's name, the date and
-    the versions that a plan file carries; they decide nothing.
+    of so many tokens each; whole where there are none. `branches`, where some of the model's lie
+    apart, are the device groups from each stage to the end (`planner/plan/flow.py`). `made` are the
+    model's name, the date and the versions that a plan file carries; they decide nothing.
     """
 
     model: str
