@@ -205,10 +205,11 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. Gradients come `staleness` steps late, at
-    most. With an `outer_loop` the stages are those of the first of its replicas, which all have as
-    many ranks and rows. `made` are the model's name, the date and the versions that a plan file
-    carries; they decide nothing.
+    of so many tokens each; whole where there are none. `branches`, where some of the model's lie
+    apart, are the device groups from each stage to the end (`planner/plan/flow.py`). Gradients come
+    `staleness` steps late, at most. With an `outer_loop` the stages are those of the first of its
+    replicas, which all have as many ranks and rows. `made` are the model's name, the date and the
+    versions that a plan file carries; they decide nothing.
     """
 
     model: str

@@ -16,12 +16,14 @@ from meshwright.planner.branches import branches_of
 from meshwright.planner.drafts.candidates import place_stages
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import Plan, PlanError, StagePlan, check_plan, fingerprint
-from meshwright.planner.plan.flow import depths
+from meshwright.planner.plan.flow import crossings, depths
 from meshwright.planner.pricing import Evaluator
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers import tiny
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cut, odd_cluster, problem_of
+from tests.models.models import CASES, traced
 from tests.models.tower_models import CLASSES, PIXELS, TOKENS, VOCAB, Pairs, Towers
 
 ROWS = 6
@@ -151,6 +153,16 @@ def test_depths_are_checked_against_the_edges() -> None:
     assert plan.branches in ((2, 1, 1), (1, 2, 1))
     with pytest.raises(PlanError, match=r"branches=\[9, 9, 9\]; legal: \[[12], [12], 1\]"):
         check_plan(replace(plan, branches=(9, 9, 9)), graph, factors)
+
+
+def test_depths_are_those_of_the_longest_way() -> None:
+    """An encoder whose output all stages of the decoder read."""
+    graph = traced(CASES["t5"], 4).graph
+    names = [block.name for block in graph.blocks]
+    cut = [names.index(f"decoder.block.{k}") for k in (0, 1)]
+    plan = build_plan(graph, Knobs(meshes=((1, 1),) * 3, rows=8, num_microbatches=2, cut=cut))
+    assert {(0, 1), (0, 2), (1, 2)} <= crossings(plan, graph).keys()
+    assert depths(plan, graph) == (3, 2, 1)
 
 
 def test_stages_that_follow_each_other_are_not_apart() -> None:
