@@ -69,13 +69,13 @@ SAID = (
 REFUSED = {
     "cp": "attention on a part of the tokens is no style of parallelize_module",
     "ep": "experts on other ranks are no style of parallelize_module",
+    "branches": "stages of torch follow each other",
 }
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
-    "branches": ("torch's stages follow each other", "branches one after the other"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),
     "chunked_loss": ("the loss is the model's or the user's", "the loss in one part"),
@@ -157,13 +157,16 @@ def torch_script(plan: Plan, graph: Graph, *, module: str) -> Script:
 
 def _check(plan: Plan, graph: Graph) -> None:
     """Raise `ScriptError` for what no script says."""
-    for k, stage in enumerate(plan.stages):
-        for name, why in REFUSED.items():
-            if getattr(stage, name) > 1:
+    for name, why in REFUSED.items():
+        for k, holder in enumerate(plan.having(name)):
+            if DECISIONS[name].uses(value := getattr(holder, name)):
+                place = f"plan: {name}" if holder is plan else f"stage {k}: {name}"
+                said = list(value) if isinstance(value, tuple) else value
                 raise ScriptError(
-                    f"={getattr(stage, name)}: {why}", place=f"stage {k}: {name}", legal="1",
+                    f"={said}: {why}", place=place, legal="none" if holder is plan else "1",
                     way_out=f"plan again with {name}=1, or run the plan with train_step",
                 )  # fmt: skip
+    for k, stage in enumerate(plan.stages):
         if (stage.dp, stage.tp) != (plan.stages[0].dp, plan.stages[0].tp):
             raise ScriptError(
                 f": dp{stage.dp}×tp{stage.tp} after dp{plan.stages[0].dp}×tp{plan.stages[0].tp}; "
