@@ -77,10 +77,22 @@ def depths(plan: Plan, graph: Graph) -> tuple[int, ...]:
 
 
 def check_branches(plan: Plan, graph: Graph) -> None:
-    """Raise `PlanError` unless the branches of a plan, if any, lie apart, as deep as it says."""
-    if not plan.branches:
+    """Raise `PlanError` unless the branches of a plan, if any, lie apart, as deep as it says, each
+    stage."""
+    count = len(plan.stages)
+    shared = plan.record.branched and len(plan.devices) < count
+    if not plan.branches and not shared:
         return
     found = depths(plan, graph)
+    if shared and found and len(plan.branches) != count:
+        raise PlanError(
+            f"={list(plan.branches)}: its {count} stages share {len(plan.devices)} device groups",
+            place="plan: branches",
+            legal=f"{list(found)}, how deep each stage is",
+            way_out="say it, or give each stage ranks of its own",
+        )
+    if not plan.branches:
+        return
     if found == tuple(range(len(plan.stages), 0, -1)):
         raise PlanError(
             f"={list(plan.branches)}: each stage waits for the one before it",
