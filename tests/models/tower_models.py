@@ -8,7 +8,9 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.models import Case, sgd
+from tests.models.architectures import VOCAB as IDS
+from tests.models.branching_models import t5
+from tests.models.models import Case, adamw, pair_batch, sgd
 
 WIDTH, PIXELS, TOKENS, VOCAB, CLASSES = 16, 6, 5, 24, 7
 
@@ -114,5 +116,8 @@ TOWERS = {
     "clip": Case(
         build=clip, batch=clip_batch, optimizer=sgd,
         shardings={"*_model.encoder.layers.*.mlp.fc1": "colwise"},
+    ),
+    "shallow": Case(  # an encoder beside what of a decoder doesn't read it
+        build=lambda: t5(vocab=IDS, layers=1), batch=pair_batch, optimizer=adamw,
     ),
 }  # fmt: skip

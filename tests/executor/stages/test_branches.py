@@ -74,6 +74,7 @@ CELLS = [
     Apart(case="clip", meshes=((1, 1), (1, 1), (1, 2)), microbatches=1, recompute="full"),
     Apart(case="towers", meshes=((2, 1), (1, 1)), host=0, schedule="eager_1f1b", zero=3),
     Apart(case="towers", meshes=((1, 2), (1, 1)), host=1, schedule="zb_h2", zero=0),
+    Apart(case="shallow", meshes=((1, 1), (1, 1)), host=1, microbatches=2),
 ]
 
 
