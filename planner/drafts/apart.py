@@ -213,18 +213,18 @@ class Shares:
         hosts, free = tuple(range(number)), (None,) * number
         depths, groups = restrictions.branches, restrictions.pp
         if isinstance(depths, Sequence):
-            found: list[tuple[Counts, tuple[int, ...]]] = [
+            shapes: list[tuple[Counts, tuple[int, ...]]] = [
                 ((*shape.branches, shape.trunk), ()) if shape.host is None
                 else ((*shape.branches, 0), (shape.host,))
                 for shape in shapes_of(depths, number)
             ]  # fmt: skip
         elif groups is None:
-            found = [((*free, 0), hosts), ((*free, None), ())]
+            shapes = [((*free, 0), hosts), ((*free, None), ())]
         else:
-            found = [((*counts, 0), hosts) for counts in compositions(groups, number)]
-            found += [(counts, ()) for counts in compositions(groups, number + 1)]
+            shapes = [((*counts, 0), hosts) for counts in compositions(groups, number)]
+            shapes += [(counts, ()) for counts in compositions(groups, number + 1)]
         trained = self.unequal.equal.legal[self.runs[-1]]
-        for counts, beside in found:
+        for counts, beside in shapes:
             if (beside or trained) and (groups is None or sum(filter(None, counts)) in (0, groups)):
                 yield counts, beside
 

@@ -204,32 +204,32 @@ class Space:
         count = None if asked is None else slices_in(asked)
         if count == 1:
             return ()
-        found = branches_of(self.graph, self.factors)
-        why = self._why_together(found)
-        fits: object = asked == len(found)
-        said = f"the model has {len(found)}"
+        runs = branches_of(self.graph, self.factors)
+        why = self._why_together(runs)
+        fits: object = asked == len(runs)
+        model = f"the model has {len(runs)}"
         if isinstance(asked, Sequence):
-            fits = shapes_of(asked, len(found))
-            said += " and a trunk, each stage of one a device group nearer to the end"
+            fits = shapes_of(asked, len(runs))
+            model += " and a trunk, each stage of one a device group nearer to the end"
         if count and (why or not fits):
             raise OverrideError(
-                f"={shown(asked)}: {why or said}",
+                f"={shown(asked)}: {why or model}",
                 place="override branches",
-                legal="1" if why else f"1, {len(found)}",
+                legal="1" if why else f"1, {len(runs)}",
                 way_out="drop the override",
             )
         sliced, validated = (self.slices_asked or 1) > 1, self.restrictions.steppings[0] != "at_end"
         apart = self.problem.target.gradients_come and not (why or sliced or validated)
-        return found if apart else ()
+        return runs if apart else ()
 
-    def _why_together(self, found: Sequence[range]) -> str:
-        """Why the branches found in the model lie on no devices of their own; empty if they may."""
-        if not found:
+    def _why_together(self, runs: Sequence[range]) -> str:
+        """Why the branches of the model lie on no devices of their own; empty if they may."""
+        if not runs:
             return "the model has no two that begin with it, one after the other"
         if not self.may_differ:
             return "they need device groups of their own, of any meshes, side by side"
         blocks, values = self.graph.blocks, self.graph.values
-        for run in found:
+        for run in runs:
             here = [blocks[k] for k in run]
             if not any(values[v].requires_grad for block in here for v in block.parameters):
                 names = ", ".join(compress_names([block.name for block in here]))

@@ -161,9 +161,9 @@ def _check(plan: Plan, graph: Graph) -> None:
         for k, holder in enumerate(plan.having(name)):
             if DECISIONS[name].uses(value := getattr(holder, name)):
                 place = f"plan: {name}" if holder is plan else f"stage {k}: {name}"
-                said = list(value) if isinstance(value, tuple) else value
+                value = list(value) if isinstance(value, tuple) else value
                 raise ScriptError(
-                    f"={said}: {why}", place=place, legal="none" if holder is plan else "1",
+                    f"={value}: {why}", place=place, legal="none" if holder is plan else "1",
                     way_out=f"plan again with {name}=1, or run the plan with train_step",
                 )  # fmt: skip
     for k, stage in enumerate(plan.stages):

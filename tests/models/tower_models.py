@@ -52,6 +52,22 @@ class Towers(nn.Module):
         return self.head(torch.cat(self.towers(pixels, ids), -1))
 
 
+class Dropped(Layer):
+    """A layer with dropout of its results."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class Dropping(Towers):
+    """The same towers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.ModuleList(Dropped() for _ in self.image)
+        self.text = nn.ModuleList(Dropped() for _ in self.text)
+
+
 class Pairs(Towers):
     """Scores of all pairs of rows: behind the towers nothing is trained."""
 
@@ -107,6 +123,10 @@ _SHARDINGS = {"*.*.up": "colwise", "*.*.qkv": "colwise"}
 TOWERS = {
     "towers": Case(
         build=Towers, batch=towers_batch, optimizer=sgd, loss_fn=F.cross_entropy,
+        shardings=_SHARDINGS,
+    ),
+    "dropping": Case(
+        build=Dropping, batch=towers_batch, optimizer=adamw, loss_fn=F.cross_entropy,
         shardings=_SHARDINGS,
     ),
     "pairs": Case(
