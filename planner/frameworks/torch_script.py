@@ -70,6 +70,7 @@ REFUSED = {
     "cp": "attention on a part of the tokens is no style of parallelize_module",
     "ep": "experts on other ranks are no style of parallelize_module",
     "replicas": "torch has no outer loop of replicas that train apart",
+    "branches": "stages of torch follow each other",
 }
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
@@ -77,7 +78,6 @@ LEFT_OUT = {
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
     "staleness": ("torch's schedules flush the pipeline", "gradients of the step's own batch"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
-    "branches": ("torch's stages follow each other", "branches one after the other"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),
     "chunked_loss": ("the loss is the model's or the user's", "the loss in one part"),
@@ -161,10 +161,11 @@ def _check(plan: Plan, graph: Graph) -> None:
     """Raise `ScriptError` for what no script says."""
     for name, why in REFUSED.items():
         for k, holder in enumerate(plan.having(name)):
-            if (value := getattr(holder, name)) > 1:
-                place = f"stage {k}: {name}" if holder is not plan else name
+            if DECISIONS[name].uses(value := getattr(holder, name)):
+                place = f"plan: {name}" if holder is plan else f"stage {k}: {name}"
+                value = list(value) if isinstance(value, tuple) else value
                 raise ScriptError(
-                    f"={value}: {why}", place=place, legal="1",
+                    f"={value}: {why}", place=place, legal=str(DECISIONS[name].off or "none"),
                     way_out=f"plan again with {name}=1, or run the plan with train_step",
                 )  # fmt: skip
     for k, stage in enumerate(plan.stages):

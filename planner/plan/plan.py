@@ -425,7 +425,7 @@ def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any
     for name in names & data.keys():
         decision, value = DECISIONS[name], data[name]
         if decision.sizes and not isinstance(value, list):
-            raise PlanError.refused(f"{place}: {name}", value, legal="a list of sizes")
+            raise PlanError.refused(f"{place}: {name}", value, legal=f"a list of {decision.sizes}")
         if not decision.accepts(value):
             raise PlanError.refused(f"{place}: {name}", value, legal=decision.values)
         values[name] = {part: float(n) for part, n in value.items()} if decision.parts else value
