@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from meshwright import Overrides, auto_parallelize, fit
+from meshwright import OverrideError, Overrides, ParallelModel, PlanError, auto_parallelize, fit
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.planner.plan.plan import Plan
 from tests.helpers import tiny
@@ -104,6 +104,21 @@ def test_trains_with_gradients_of_earlier_steps(line: str, kind: str) -> None:
     assert all(map(math.isnan, first)) and len(first) == plan.staleness > 0
     assert rest == pytest.approx(losses, rel=1e-5)
     assert difference(weights, state)[0] < 1e-5
+
+
+def test_gradients_of_two_steps_are_summed_apart_in_half_precision() -> None:
+    """They are added up in fp32 beside those that are delivered; what is learned is near."""
+    cell = Cell.parse("gpt2_untied pp3 pipedream_2bw m4 bf16")
+    plan, of = plan_of(cell)
+    case = CASES[cell.case]
+    _, state = queued(case, cell.rows, delays(plan, of), "sgd")
+    _, weights = on_ranks(cell.world, trained, cell, "sgd", plan, of)
+    before = dict(case.model().state_dict())
+    learned, wanted = (
+        torch.cat([(x[name] - w).flatten() for name, w in before.items() if w.is_floating_point()])
+        for x in (weights, state)
+    )
+    assert (learned - wanted).norm() < 0.05 * wanted.norm()
 
 
 # --- between steps --------------------------------------------------------------------------------
@@ -253,3 +268,71 @@ def test_fit_drains_at_its_end() -> None:
             optimizer.step()
     assert logged[1:] == pytest.approx(losses[:-1], rel=1e-5) and last == pytest.approx(losses[-1])
     assert difference(state, dict(model.state_dict()))[0] < 1e-5
+
+
+# --- priced, and allowed --------------------------------------------------------------------------
+
+
+def planned(**given: Any) -> ParallelModel:
+    return auto_parallelize(
+        tiny.net(), tiny.slow_host(4), global_batch_size=16, example_inputs=tiny.batch(4),
+        loss_fn=tiny.loss, **given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked"),
+    [
+        ("pipedream_2bw", {"pp": 2, "dp": 2, "zero": 1, "num_microbatches": 4}),
+        ("pipedream", {"pp": 4, "num_microbatches": 1}),
+    ],
+)
+def test_memory_is_that_of_a_rehearsed_step(schedule: str, asked: dict[str, int]) -> None:
+    """Behind as many as it takes until gradients come: versions of weights, activations in flight
+    and what waits; no rank waits for ever."""
+    result = planned(overrides=Overrides(schedule=schedule, **asked))
+    rehearsal = result.rehearse(every=True)
+    assert not rehearsal.mismatches and rehearsal.estimate is None
+    priced = dict(enumerate(rehearsal.priced.peak_bytes))
+    for rank, log in rehearsal.logs.items():
+        ratio = log.peak_bytes / priced[rehearsal.group_of[rank]]
+        assert 0.85 < ratio < 1.03, (rank, ratio)  # gradients wait in a part of the step alone
+    flushed = planned(overrides=Overrides(schedule="1f1b", **asked)).prediction
+    assert result.prediction.step_time_s < flushed.step_time_s
+    peaks = result.prediction.peak_memory_bytes, flushed.peak_memory_bytes
+    assert peaks[0][0] > peaks[1][0]
+    assert all(late >= less for late, less in zip(*peaks, strict=True))  # the last has one version
+
+
+def test_nothing_comes_late_without_permission() -> None:
+    """Nor where a plan file has it; asking for it is permission."""
+    asked = planned(overrides=Overrides(pp=2, staleness=1))
+    assert asked.plan.staleness == 1 and not asked.plan.record.flushes
+    assert "gradients 1 step late" in str(asked.report)
+    assert planned(overrides=Overrides(pp=2)).plan.staleness == 0
+    assert planned(overrides=Overrides(pp=2), allow=["quantized"]).plan.staleness == 0
+    assert planned(overrides=Overrides(pp=2), allow=["stale"]).plan.staleness > 0
+    forbidden = Overrides(pp=2, forbid=["staleness"])
+    assert planned(overrides=forbidden, allow=["stale"]).plan.staleness == 0
+    with pytest.raises(PlanError, match=r'staleness=1: .*give allow=\["stale"\]'):
+        planned(plan=asked.plan)
+    again = Plan.from_json(asked.plan.to_json())
+    assert again == asked.plan and planned(plan=again, allow=["stale"]).plan == again
+    for wrong, legal in ((0, 1), (2, 1)):
+        with pytest.raises(PlanError, match=rf"plan: staleness={wrong}.*; legal: {legal};"):
+            planned(plan=replace(again, staleness=wrong), allow=["stale"])
+
+
+def test_what_meets_at_a_common_end_is_refused() -> None:
+    late = Overrides(pp=2, schedule="pipedream_2bw")
+    with pytest.raises(OverrideError, match=r"several blocks read embed\.weight"):
+        auto_parallelize(
+            tiny.net(tied=True), tiny.slow_host(4), global_batch_size=16, overrides=late,
+            example_inputs=tiny.batch(4), loss_fn=tiny.loss,
+        )  # fmt: skip
+    with pytest.raises(OverrideError, match=r"fp16 would scale gradients with the loss of another"):
+        planned(overrides=late, precision="fp16")
+    with pytest.raises(OverrideError, match=r"muon steps each matrix whole"):
+        planned(overrides=late, optimizer="muon")
+    with pytest.raises(OverrideError, match=r"legal: 3 or more micro-batches"):
+        planned(overrides=replace(late, pp=4, num_microbatches=2))
