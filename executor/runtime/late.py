@@ -16,6 +16,7 @@ call in which the first stage is done with it: no rank waits there for another o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ from meshwright.executor.stages import (
     key_of,
     look_ups_named,
 )
+
+log = logging.getLogger(__name__)
 
 _MADE = count()  # on all ranks alike
 
@@ -238,9 +241,17 @@ class LateSteps:
             return torch.full((), math.nan, device=device)
         numbers = self.reduced[number].wait()
         loss, bad, *riding = read(numbers, lambda: [0.0] * (2 + ranks.RIDING))
-        if bad:
-            self.runtime.guard.say_skipped(None)
-        self.runtime.guard.conclude(not (bad and self.alike))
+        guard = self.runtime.guard
+        if bad and self.alike:
+            guard.say_skipped(None)
+        elif bad and not guard.warned:
+            guard.warned = True
+            if not self.runtime.place.rank:
+                log.warning(
+                    "gradients of a step are not finite, and were delivered all the same: stages "
+                    "step those of different batches (said once)"
+                )
+        guard.conclude(not (bad and self.alike))
         self.runtime.batch_check.conclude(riding)
         if not self.reduced[number].gradients:
             del self.reduced[number]
