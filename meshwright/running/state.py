@@ -15,6 +15,7 @@ from meshwright.costmodel.memory import optimizer_named
 from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, load_apart, save_apart, weights
+from meshwright.executor.errors import OptimizerError
 from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
 from meshwright.executor.ranks import background, gloo_group, progress, run_on_all
 from meshwright.executor.runtime import group_of
@@ -115,6 +116,7 @@ class State(PlannedModel):
         try:
             if whole is None:
                 return make(params, **options)
+            self._check_steps_whole(f"make_optimizer: {kind}")
             return WholeTensors(make, params, held=held, place=place, options=options, whole=whole)
         except TypeError as error:
             raise ArgumentError(
@@ -137,10 +139,21 @@ class State(PlannedModel):
         rank keeps the states of its share, and each element crosses the links three times a step.
         Its `state_dict` is collective; a checkpoint takes it as any optimizer, for every plan.
         """
+        self._check_steps_whole("whole_tensor_optimizer")
         runtime = self.runtime
         chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
         held, place = runtime.stage_parameters, runtime.place
         return WholeTensors(optimizer_class, chosen, held=held, place=place, options=options)
+
+    def _check_steps_whole(self, who: str) -> None:
+        """Raise ValueError where gradients come late, with which tensors are not stepped whole."""
+        if self.plan.staleness:
+            raise OptimizerError(
+                " would step whole tensors, whose owners the plan's late gradients do not reach",
+                place=who,
+                legal="an optimizer that steps each element by itself, as adamw",
+                way_out="take one, or plan with Overrides(staleness=0)",
+            )
 
     @contextmanager
     def _as_met(self) -> Iterator[None]:
