@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request
-from meshwright.planner.decisions import OUTER_LOOP, SYNC_EVERY, divisors
+from meshwright.planner.decisions import DECISIONS, OUTER_LOOP, SYNC_EVERY, divisors
 from meshwright.planner.overrides import OverrideError, Overrides, without
 from meshwright.planner.plan import InfeasibleError, OuterLoop, seconds, sized
 from meshwright.planner.pricing import (
@@ -108,10 +108,12 @@ def _replicated(problem: Problem, request: Request, search: Search, count: int) 
     inner = replace(
         request, global_batch_size=batch // count, overrides=without(overrides, *OUTER_LOOP)
     )
+    on_time = tuple(word for word in problem.allow if word != DECISIONS["staleness"].word)
     states = 0  # bytes of outer weights and momentum, for which the search leaves room
     while True:
         try:
-            decision = search(replace(problem, cluster=_less(here, states, request)), inner)
+            room = _less(here, states, request)
+            decision = search(replace(problem, cluster=room, allow=on_time), inner)
         except InfeasibleError as error:
             if states:
                 error.add_note(f"beside {sized(states)} a device of outer weights and momentum")

@@ -590,6 +590,7 @@ def _of_stale() -> Iterator[Contradiction]:
         ("post_validation", bool, "no step waits for a common end", "post_validation=False"),
         ("optimizer_in_backward", bool, "a backward's weights are of an earlier step",
          "optimizer_in_backward=False"),
+        ("replicas", lambda r: r > 1, "replicas meet when all gradients are there", "replicas=1"),
         ("precision", lambda x: x == "fp16", "gradients would have the scale of another step",
          "precision bf16 or fp32"),
     )  # fmt: skip
