@@ -364,7 +364,7 @@ def _saved(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(rehearsing, "run_steps", save)
-        patch.setattr(checkpoint, "_write", lambda tensors, *_, **__: written.append(tensors))
+        patch.setattr(checkpoint, "write", lambda tensors, *_, **__: written.append(tensors))
         run("mlp 1 1f1b m2", backend)
     (tensors,) = written
     found = [chunks.local.device for chunks in tensors.values()]
