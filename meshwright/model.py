@@ -54,6 +54,7 @@ class ParallelModel(Steps, Evaluation, State):
         """
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 
+        self.without_servers("replan")
         model, cluster = self._traced.model, self._problem.cluster
         check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
         if isinstance(optimizer, WholeTensors):
@@ -116,6 +117,7 @@ class ParallelModel(Steps, Evaluation, State):
         Raises RuntimeError before five steps were observed, and where no ranks run. A cache that
         can't be written is a warning: the factors hold in this process.
         """
+        self.without_servers("recalibrate")
         recalibration = recalibrated(
             self.plan, self._problem, self.monitor, self.runtime.place.device
         )
@@ -142,6 +144,7 @@ class ParallelModel(Steps, Evaluation, State):
         that read values of tensors, and for operators that mix tensors of the host with those of
         the device.
         """
+        self.without_servers("rehearse")
         rehearsal = rehearse_plan(
             self._checked(),
             self._problem,

@@ -40,10 +40,13 @@ class Decision:
     is nothing. It `acts` on the whole plan, a stage or a block; all but the first may be given by
     block. `of_devices`: it counts some of the cluster's devices.
 
+    Whole numbers are from `least` on.
+
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
     `allowed`: it is left out unless the user allows it, and refused in a given plan where it
-    changes a training's numbers. `of_train_step`: it is priced for that alone.
+    changes a training's numbers; by its name, or the `permission` that several have in common.
+    `of_train_step`: it is priced for that alone.
 
     Of the data axis: `shared` gives a stage's value from its sharing and the number of ranks that
     hold its states, and `zeros` the ZeRO stages without which it has no effect. A number of ranks
@@ -69,6 +72,8 @@ class Decision:
     forbidden: bool = False
     named: Callable[[], Iterable[tuple[str, Any]]] = tuple
     allowed: Literal["", "numbers", "steps"] = ""
+    permission: str = ""
+    least: int = 1
     of_train_step: bool = False
     shared: Callable[[Sharing, int], Any] | None = None
     zeros: tuple[int, ...] = ()
@@ -87,6 +92,11 @@ class Decision:
     def is_flag(self) -> bool:
         return self.off is False
 
+    @property
+    def allowed_by(self) -> str:
+        """The name that allows it."""
+        return self.permission or self.name
+
     def uses(self, value: Any) -> bool:
         """Whether a value is another one than `off`, or None."""
         if self.sizes and value is not None:
@@ -103,7 +113,7 @@ class Decision:
             return all(type(size) is int and 1 <= size <= MAX_ROWS for size in value)
         if self.legal:
             return type(value) in map(type, self.legal) and value in self.legal
-        return isinstance(value, int) and 1 <= value <= MAX_ROWS
+        return isinstance(value, int) and self.least <= value <= MAX_ROWS
 
     def check_parts(
         self, parts: Mapping[str, Any], place: str, error: type[MeshwrightError]
@@ -144,7 +154,7 @@ class Decision:
         if self.sizes:
             return f"how many, or a list of sizes, each an integer from 1 to {MAX_ROWS}"
         comma = " or " if any("," in str(value) for value in self.legal) else ", "
-        return comma.join(map(str, self.legal)) or f"an integer from 1 to {MAX_ROWS}"
+        return comma.join(map(str, self.legal)) or f"an integer from {self.least} to {MAX_ROWS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,10 @@ def _quantized_line(sent: Sequence[str]) -> str:
 def _compressed_line(stages: Sequence[str]) -> str:
     kinds = "/".join(sorted({*stages} - {"none"}))
     return f"gradients by {kinds}" if kinds else ""
+
+
+def _servers_line(counts: Sequence[int]) -> str:
+    return "".join(f"{n} parameter server{'s' * (n > 1)}" for n in counts if n)
 
 
 def _recompute_line(policies: Sequence[str]) -> str:
@@ -297,6 +311,16 @@ _TABLE = (
         line=_compressed_line,
     ),
     Decision(
+        "staleness", "steps by which a gradient may be late; needs --allow stale", least=0, off=0,
+        acts="plan", written="plan", allowed="numbers", permission="stale", of_train_step=True,
+        line=lambda late: "".join(f"up to {n:,} steps late" for n in late if n),
+    ),
+    Decision(
+        "servers", "ranks, the first ones, that keep and step the weights for all others", least=0,
+        off=0, acts="plan", written="plan", allowed="steps", permission="stale",
+        of_train_step=True, line=_servers_line,
+    ),
+    Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
         forbidden=True, 
         named=lambda: ((policy, policy) for policy in RECOMPUTE if policy != "none"),
@@ -370,7 +394,7 @@ def _forbids(schedules: tuple[str, ...]) -> Mapping[str, tuple[str, tuple[Any, .
 
 # decisions that change a training's numbers, or want its steps made by
 # `train_step(..., optimizer=)`: left out unless the user allows them by this name
-ALLOWABLE = tuple(d.name for d in _TABLE if d.allowed)
+ALLOWABLE = tuple(dict.fromkeys(d.allowed_by for d in _TABLE if d.allowed))
 # decisions by which an optimizer steps otherwise than at the end, each with the way
 STEPPINGS: Mapping[str, Stepping] = MappingProxyType(
     {"post_validation": "validated", "optimizer_in_backward": "in_backward"}
@@ -480,6 +504,33 @@ def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
     return how != "none" and clash(value)
 
 
+def _of_servers() -> Iterator[Contradiction]:
+    """Contradictions of parameter servers."""
+    whole = "each worker computes with all weights"
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("pp", lambda pp: pp > 1, whole, "pp=1"),
+        ("virtual_stages", lambda v: v > 1, whole, "virtual_stages=1"),
+        ("tp", lambda tp: tp > 1, whole, "tp=1"),
+        ("cp", lambda cp: cp > 1, whole, "cp=1"),
+        ("ep", lambda ep: ep > 1, whole, "ep=1"),
+        ("zero", bool, "the servers hold all optimizer states, and step them", "zero=0"),
+        ("compressed", lambda how: how != "none", "nothing is summed among workers", "'none'"),
+        ("offload", _but_activations, "workers have no optimizer states", "activations alone"),
+        ("post_validation", bool, "the servers step, at each push", "post_validation=False"),
+        ("optimizer_in_backward", bool, "the servers step", "optimizer_in_backward=False"),
+        ("precision", lambda x: x == "fp16", "its loss scale is one of all ranks", "bf16, fp32"),
+    )
+    for other, clash, why, legal in ruled_out:
+        yield Contradiction(
+            "servers", other, partial(_if_stepped, clash), why, f"{legal}, or servers=0",
+            given=other != "precision",
+        )  # fmt: skip
+
+
+def _but_activations(parts: Any) -> bool:
+    return any(part for name, part in parts.items() if name != "activations")
+
+
 def _several_parts(schedule: str) -> bool:
     """Whether a schedule splits the backward, or places several stages on a device group."""
     record = SCHEDULES[schedule]
@@ -519,6 +570,11 @@ CONTRADICTIONS = (
     ),
     *_of_one_pass(),
     *_of_compressed(),
+    *_of_servers(),
+    Contradiction(
+        "staleness", "servers", lambda late, servers: late and not servers,
+        "without parameter servers no gradient is late", "servers from 1, or staleness=0",
+    ),
     _of_slices(
         "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
         "zero 0 to 2",

@@ -45,6 +45,7 @@ INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 _watchdog: Watchdog | None = None  # one per process, as is the process group
 _lifelines: Lifelines | None = None
 _interrupts: Interrupts | None = None
+farewells: list[Callable[[], None]] = []  # what is to be done before the ranks part
 
 
 def under_torchrun() -> bool:
@@ -197,7 +198,12 @@ def stop() -> None:
         return
     with progress.during("leaving the process group", waits=True):
         background.finish_all()  # it may need the group
-        dist.barrier()
+        while farewells:
+            farewells.pop()()
+        if progress.dispensable and _watchdog is not None:
+            _watchdog.leave()
+        else:
+            dist.barrier()
     if _lifelines is not None:
         _lifelines.close()
         _lifelines = None

@@ -20,6 +20,11 @@ A rank that lowers the plan for another shape of batches waits for all others to
     asked      the step it is in
     passed     that step, and a rank that is in it, or beyond, and has not lowered for it
 
+Ranks that others go on without (`Progress.dispensable`) end alone:
+
+    lost       there is one
+    lost/<r>   rank r is one
+
 A rank that hears of a failure has `GRACE_S` to raise by itself, then its listener ends it. Where
 the store is gone, so is the rank (or the torchrun agent) that held it, and the next phase ends this
 rank. Where the interpreter's lock is never released, no thread can run: then faulthandler's timer,
@@ -89,11 +94,14 @@ class Activity:
 class Progress:
     """The activity of this rank's main thread, written by the runtime, read by the watchdog.
 
-    `stages` are those of every rank of the plan, by rank.
+    `stages` are those of every rank of the plan, by rank; `dispensable` the ranks that the others
+    go on without, and `lost` those of them that are known to have ended.
     """
 
     def __init__(self) -> None:
         self.stages: Mapping[int, Sequence[int]] = {}
+        self.dispensable: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()
         self.predicted_peak_bytes: int | None = None
         self.lowered: int | None = None  # the last step that met another shape of batches
         self.lowering_s: float | None = None  # since when it lowers for that
@@ -252,6 +260,10 @@ class Watchdog:
 
     def lose(self, rank: int) -> None:
         """Announce a rank that ended without a word, unless who waits for it does so first."""
+        if rank in progress.dispensable:
+            with suppress(RuntimeError):
+                self._go_on_without(rank, "killed, or left by os._exit")
+            return
         if self.closing.wait(GRACE_S) or self.failing.is_set():
             return
         with suppress(RuntimeError):  # of the store: lost with it, which the listener sees
@@ -285,6 +297,9 @@ class Watchdog:
                 if self.store.check(["failures"]):
                     self._follow()
                     return
+                if progress.dispensable and self.store.check(["lost"]):
+                    ended = {r for r in progress.dispensable if self.store.check([f"lost/{r}"])}
+                    progress.lost |= ended
                 self._compare_shapes()
         except RuntimeError:  # of the store: nothing else in here raises it
             self._follow_lost_store()
@@ -327,6 +342,24 @@ class Watchdog:
                 say(f"{progress.name(self.rank)} stops in {progress.activity}: {self._lost()}")
                 os._exit(1)
 
+    def _go_on_without(self, rank: int, why: str) -> None:
+        """Tell the others that a rank ended, which they don't wait for."""
+        if self.closing.is_set() or self.store.check([f"lost/{rank}"]):
+            return
+        say(f"{progress.name(rank)} ended ({why}); the others go on without it")
+        progress.lost |= {rank}
+        self.store.set(f"lost/{rank}", "")
+        self.store.set("lost", "")
+
+    def leave(self) -> None:
+        """Leave without those that are lost, rank 0, which may hold the store, as the last one."""
+        self.store.add("left", 1)
+        while self.rank == 0 and self._are_there():
+            time.sleep(ROLL_CALL_POLL_S)
+
+    def _are_there(self) -> bool:
+        return int(self.store.add("left", 0)) + len(progress.lost) < self.world_size
+
     # --- messages ---
 
     def _fail(self, reason: str, details: str) -> None:
@@ -341,6 +374,10 @@ class Watchdog:
     def _announce(self, reason: str, details: str) -> None:
         """Print this failure with details if it is the first, else the first one's in a line."""
         try:
+            if self.rank in progress.dispensable and self.cause is None:
+                say(f"{self._failed(reason)}\n{details}")
+                self._go_on_without(self.rank, reason)
+                return
             if self.cause is None:
                 self._answer()
                 if self.store.add("failures", 1) > 1:

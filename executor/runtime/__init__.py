@@ -10,5 +10,6 @@ from meshwright.executor.runtime.evaluation import (
     why_not_cached,
 )
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
+from meshwright.executor.runtime.served import ServedRuntime
 from meshwright.executor.runtime.state import RankState, group_of
 from meshwright.executor.runtime.timeline import MeasuredStep, Stopwatch, timed_step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from meshwright.costmodel.operators import Problem
@@ -62,15 +61,17 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=f"{name}={theirs!r}",
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
-    for (k, stage), (name, decision) in product(enumerate(plan.stages), DECISIONS.items()):
-        refused = decision.allowed == "numbers" and name not in problem.allow
-        if refused and decision.uses(value := getattr(stage, name)):
-            raise PlanError(
-                f"={value!r}: numbers change with it, and it is not allowed",
-                place=f"plan: stage {k}: {name}",
-                legal=decision.off,
-                way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
-            )
+    for name, decision in DECISIONS.items():
+        if decision.allowed != "numbers" or (word := decision.allowed_by) in problem.allow:
+            continue
+        for k, holder in enumerate(plan.having(name)):
+            if decision.uses(value := getattr(holder, name)):
+                raise PlanError(
+                    f"={value!r}: numbers change with it, and it is not allowed",
+                    place="plan: " + f"stage {k}: " * (holder is not plan) + name,
+                    legal=decision.off,
+                    way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
+                )
     if problem.stepped.matrices and (
         plan.stepping != "at_end" or any(stage.host.states for stage in plan.stages)
     ):
@@ -115,6 +116,13 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
                 [float(lacking)],
             )
     room = cluster.device.memory_bytes
+    if prediction.server_bytes > room:
+        raise InfeasibleError(
+            f"plan: a server needs {sized(prediction.server_bytes)}: all weights, and of its part "
+            f"optimizer states and gradients; {cluster.device.name} has {sized(room)}. "
+            "Way out: more servers, an optimizer with fewer states, or ZeRO in place of servers",
+            [float(prediction.server_bytes - room)],
+        )
     short = prediction.shortfall_bytes(cluster)
     if any(short):
         by_stage = ", ".join(f"stage {k}: {sized(x)}" for k, x in enumerate(short) if x)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from meshwright.executor.runtime import Runtime
+from meshwright.executor.runtime import Runtime, ServedRuntime
 from meshwright.planner.batch import batch_rows, input_leaves
 
 
@@ -37,6 +37,15 @@ class DataParallel:
     def of(runtime: Runtime) -> DataParallel:
         """Data parallelism of a runtime's rank."""
         step, data = runtime.planned, runtime.place.rows
+        if isinstance(runtime, ServedRuntime):
+            return DataParallel(
+                rank=runtime.share[0],
+                size=runtime.share[1],
+                reads=not runtime.serves,
+                rows=() if runtime.serves else runtime.rows_of(runtime.whole.global_batch_size),
+                filling=None,
+                rows_of=runtime.rows_of,
+            )
         return DataParallel(
             rank=data.rank,
             size=data.size,

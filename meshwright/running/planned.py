@@ -16,7 +16,7 @@ from meshwright.decisions import Decision, Request, one_at_a_time, why_not_here
 from meshwright.decisions.given_plan import check_memory
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import launch, progress
-from meshwright.executor.runtime import RunOptions, Runtime
+from meshwright.executor.runtime import RunOptions, Runtime, ServedRuntime
 from meshwright.executor.stages import BatchShape, CheckedPlan
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, fingerprint, graph_for, slices_at, tensor_multiple
@@ -56,27 +56,44 @@ class PlannedModel:
 
     @one_at_a_time()
     def _checked(self) -> CheckedPlan:
-        """The plan, checked on the graph of its micro-batch."""
-        plan, traced = self.plan, self._traced
+        """The plan, or that of a worker beside servers, checked on the graph of its micro-batch."""
+        plan, traced = self._of_rank, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         return CheckedPlan.of(plan, *graph_for(plan, graph, factors), traced.run_use)
 
+    @property
+    def _of_rank(self) -> Plan:
+        """The plan that a rank runs: all of it, or that of a worker beside servers."""
+        return self.plan.of_worker if self.plan.servers else self.plan
+
+    def without_servers(self, what: str) -> None:
+        """Raise `StateError` for a call that plans with parameter servers don't have."""
+        if self.plan.servers:
+            raise StateError(
+                f" needs ranks that meet, and servers={self.plan.servers} leaves workers that don't",
+                place=what,
+                legal="plans without servers; with them train_step(..., optimizer=), eval_step, "
+                "state dicts and checkpoints",
+                way_out="plan without servers",
+            )
+
     def _lowered(self) -> Runtime:
         """The plan's part of this rank."""
-        plan, traced, checked = self.plan, self._traced, self._checked()
+        plan, traced, checked = self._of_rank, self._traced, self._checked()
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
-        return Runtime(
-            checked,
-            traced.model,
-            options=RunOptions(
-                compile=self._request.compile,
-                device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
-                check_replicas=self._request.check_replicas,
-            ),
-            at_shape=OtherShapes(plan, self._problem, traced),
+        options = RunOptions(
+            compile=self._request.compile,
+            device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
+            check_replicas=self._request.check_replicas,
         )
+        shapes = OtherShapes(plan, self._problem, traced)
+        if self.plan.servers:
+            return ServedRuntime(
+                checked, traced.model, whole=self.plan, options=options, at_shape=shapes
+            )
+        return Runtime(checked, traced.model, options=options, at_shape=shapes)
 
     @property
     def runtime(self) -> Runtime:
@@ -93,8 +110,7 @@ class PlannedModel:
             if self._why_not:
                 raise StateError(self._why_not)
             self._runtime = self._lowered()
-            groups, here = self.plan.devices, launch.rank()
-            group = next(k for k, ranks in enumerate(groups) if here in ranks)
+            group = self.plan.group_of(launch.rank())
             progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
         return self._runtime
 

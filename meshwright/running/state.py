@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,12 +16,14 @@ from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, weights
 from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
-from meshwright.executor.ranks import background, progress, run_on_all
-from meshwright.executor.runtime import group_of
+from meshwright.executor.ranks import background, launch, progress, run_on_all
+from meshwright.executor.runtime import ServedRuntime, group_of
 from meshwright.executor.stages import check_trains, chosen_matrices, stepped_whole
 from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running.planned import PlannedModel
+
+T = TypeVar("T")
 
 
 class State(PlannedModel):
@@ -126,6 +129,7 @@ class State(PlannedModel):
         rank keeps the states of its share, and each element crosses the links three times a step.
         Its `state_dict` is collective; a checkpoint takes it as any optimizer, for every plan.
         """
+        self.without_servers("whole_tensor_optimizer")
         runtime = self.runtime
         chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
         held, place = runtime.stage_parameters, runtime.place
@@ -138,8 +142,9 @@ class State(PlannedModel):
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, torch.Tensor]:
         """The whole model's state as CPU tensors, for `model.load_state_dict`; on every rank, or
         tensor by tensor on one `rank`, the others getting an empty dict. Collective."""
-        if rank is None:
-            return self.runtime.full_state_dict()
+        if rank is None or self.plan.servers:
+            state = self.runtime.full_state_dict()
+            return state if rank in (None, launch.rank()) else {}
         return export.full_state_dict(self.runtime, rank)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -185,14 +190,21 @@ class State(PlannedModel):
         adapters the trained parameters. Raises ValueError for what can't be saved so, RuntimeError
         where writing fails, the same on all ranks.
         """
-        export.save_pretrained(
-            self.runtime,
-            path,
-            max_shard_size=max_shard_size,
-            trainable_only=trainable_only,
-            dtype=dtype,
-            submodule=submodule,
+        self._written(
+            lambda: export.save_pretrained(
+                self.runtime,
+                path,
+                max_shard_size=max_shard_size,
+                trainable_only=trainable_only,
+                dtype=dtype,
+                submodule=submodule,
+            )
         )
+
+    def _written(self, write: Callable[[], T]) -> T | None:
+        """Write by all ranks; beside servers by the first one, as all have all. Collective."""
+        runtime = self.runtime
+        return runtime.on_first(write) if isinstance(runtime, ServedRuntime) else write()
 
     @checked_booleans
     def save_checkpoint(
@@ -218,10 +230,15 @@ class State(PlannedModel):
             before, self._saving = self._saving, None
             before.wait()
         self._check_optimizer(optimizer)
-        held = self._held(optimizer)
-        self._saving = checkpoint.save(
-            self.runtime, path, held, extra=extra, asynchronous=asynchronous
-        )
+        held, runtime = self._held(optimizer), self.runtime
+        states = runtime.all_states(held) if isinstance(runtime, ServedRuntime) else nullcontext()
+        with states:
+            self._saving = self._written(
+                lambda: checkpoint.save(
+                    runtime, path, held, extra=extra, asynchronous=asynchronous
+                )
+            )
+        self._saving = self._saving or Saving(thread=None)
         return self._saving
 
     def load_checkpoint(
@@ -239,7 +256,9 @@ class State(PlannedModel):
         damaged file, or one that would run code), the same on all ranks.
         """
         self._check_optimizer(optimizer)
-        held = self._held(optimizer)
-        checkpoint.load(self.runtime, path, held, extra=extra)
+        held, runtime = self._held(optimizer), self.runtime
+        checkpoint.load(runtime, path, held, extra=extra)
+        if isinstance(runtime, ServedRuntime) and held is not None:
+            runtime.keep_own(held)
         if isinstance(optimizer, WholeTensors) and held is not None:
             optimizer.take(held)

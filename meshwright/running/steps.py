@@ -65,7 +65,10 @@ class Steps(PlannedModel):
         state here (`settle()` does nothing else) waits for the step, and all ranks call it alike.
         A plan with `optimizer_in_backward` makes no other steps: each parameter is stepped as its
         gradient is whole, which is let go then, so that nothing is clipped, dropped or left in
-        `.grad`, and hooks of the optimizer's step run once a parameter.
+        `.grad`, and hooks of the optimizer's step run once a parameter. One with parameter
+        `servers` makes no others, either: every rank gives the same batch and its own optimizer, of
+        which those of the servers step. A worker returns the mean loss of its own rows, a server
+        the mean of those that it was told in this round.
         """
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
@@ -79,8 +82,8 @@ class Steps(PlannedModel):
     def _step(
         self, inputs: Any, *, local: bool, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.Tensor:
-        """A measured step of the runtime, in whose backward an optimizer may step."""
-        runtime = self.runtime
+        """A measured step of the runtime, in which an optimizer may step."""
+        runtime = self._going_on if self.plan.servers else self.runtime
         return self.monitor.train_step(
             lambda watch: runtime.train_step(
                 inputs, observe=watch, local=local, optimizer=optimizer
@@ -98,7 +101,7 @@ class Steps(PlannedModel):
                 said := other_than_counted(optimizer, self.plan, self._problem)
             ):
                 log.warning("%s", said)
-        if self.plan.optimizer_in_backward:
+        if self.plan.optimizer_in_backward or self.plan.servers:
             return self._step(inputs, local=local, optimizer=optimizer).detach()
         if not self.plan.post_validation:
             optimizer.zero_grad()
@@ -194,6 +197,7 @@ class Steps(PlannedModel):
         """
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
+        self.without_servers("timeline")
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         return timed_step(self.runtime, with_targets(batch, targets), path, self.report.timeline)
@@ -202,6 +206,7 @@ class Steps(PlannedModel):
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
         norm before, equal on all ranks. Collective.
         """
+        self.without_servers("clip_grad_norm_")
         runtime = self.runtime
         norm = clip_(runtime.stage_parameters, runtime.place, max_norm, norm_type)
         self.monitor.note(grad_norm=norm)
@@ -237,9 +242,20 @@ def check_step(optimizer: Any, max_grad_norm: Any) -> None:
 
 
 def check_in_backward(plan: Plan, optimizer: Any, max_norm: float | None, who: str) -> None:
-    """Raise ValueError for a step that a plan with `optimizer_in_backward` does not make."""
-    if not plan.optimizer_in_backward or (optimizer is not None and max_norm is None):
+    """Raise ValueError for a step that a plan with `optimizer_in_backward`, or with parameter
+    servers, does not make."""
+    given = optimizer is not None and max_norm is None
+    if given or not (plan.optimizer_in_backward or plan.servers):
         return
+    if plan.servers:
+        raise OptimizerError(
+            f", and the optimizers of {plan.servers} servers step each gradient as it comes "
+            f"(servers={plan.servers})",
+            place=f"{who}: optimizer={'None' if optimizer is None else 'given'}, "
+            f"max_grad_norm={shown(max_norm)}",
+            legal="an optimizer on every rank, and max_grad_norm=None",
+            way_out="give it so, or plan without servers",
+        )
     what = "optimizer=None" if optimizer is None else f"max_grad_norm={shown(max_norm)}"
     why = "leaves" if optimizer is None else "clips by the norm of"
     raise OptimizerError(

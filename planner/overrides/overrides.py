@@ -73,7 +73,9 @@ class Overrides:
     `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
     `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
     `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
-    step, so that only a few gradients are there at once. `forbid`
+    step, so that only a few gradients are there at once. The first `servers` ranks keep and step
+    the weights for all others, whose gradients may be up to `staleness` steps late, where that is
+    allowed ("stale"). `forbid`
     lists what must not be used: one of `forbiddable()`. Raises `OverrideError`.
     """
 
@@ -94,6 +96,8 @@ class Overrides:
     hpz: int | Mapping[str, int] | None = None
     quantized: str | Mapping[str, str] | None = None
     compressed: str | Mapping[str, str] | None = None
+    staleness: int | None = None
+    servers: int | None = None
     recompute: str | Mapping[str, str] | None = None
     segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None

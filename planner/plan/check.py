@@ -24,6 +24,7 @@ from meshwright.planner.plan.loss_parts import check_parts
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
+from meshwright.planner.plan.servers import check_servers
 from meshwright.planner.plan.slices import check_slices
 from meshwright.profiles.inputs import shown
 
@@ -54,6 +55,7 @@ def check_plan(
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_contradictions(plan)
+    check_servers(plan, graph)
     check_copies(plan, graph)
     if plan.optimizer_in_backward and (why := why_stepped_late(graph)):
         raise PlanError(

@@ -187,7 +187,9 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. `made` are the model's name, the date and
+    of so many tokens each; whole where there are none. The first `servers` ranks keep and step the
+    weights for all others, the workers, whose gradients may be so many steps late (`staleness`;
+    docs/reference/servers.md). `made` are the model's name, the date and
     the versions that a plan file carries; they decide nothing.
     """
 
@@ -199,6 +201,8 @@ class Plan:
     stages: tuple[StagePlan, ...]
     chunked_loss: int = 1
     slices: tuple[int, ...] = ()
+    staleness: int = 0
+    servers: int = 0
     post_validation: bool = False
     optimizer_in_backward: bool = False
     made: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -215,7 +219,21 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return sum(len(ranks) for ranks in self.devices)
+        """Ranks that compute, and servers."""
+        return self.servers + sum(len(ranks) for ranks in self.devices)
+
+    @property
+    def of_worker(self) -> Plan:
+        """The plan of one worker beside parameter servers: its own rows, on one device."""
+        stage = dataclasses.replace(self.stages[0], ranks=(0,), dp=1)
+        rows = self.global_batch_size // self.stages[0].dp
+        return dataclasses.replace(
+            self, global_batch_size=rows, stages=(stage,), servers=0, staleness=0
+        )
+
+    def group_of(self, rank: int) -> int:
+        """The device group of a rank; of a server the first, which are the workers."""
+        return next((k for k, ranks in enumerate(self.devices) if rank in ranks), 0)
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:

@@ -196,12 +196,27 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _changed_numbers(plan: Plan) -> Iterator[str]:
     """Decisions of a plan by which a training's numbers change."""
     for name, decision in DECISIONS.items():
-        values = {getattr(stage, name) for stage in plan.stages if decision.allowed == "numbers"}
-        if used := sorted(filter(decision.uses, values)):
+        holders = plan.having(name) if decision.allowed == "numbers" else ()
+        if used := sorted(filter(decision.uses, {getattr(holder, name) for holder in holders})):
             yield (
-                f"the training's numbers change with {name}={', '.join(used)}; how many more steps "
+                f"the training's numbers change with {name}={', '.join(map(str, used))}; how many more steps "
                 "it takes is in no price"
             )
+
+
+def _served(evaluation: Evaluation) -> Iterator[str]:
+    """Parameter servers, beside a ring."""
+    if (price := evaluation.served) is None:
+        return
+    plan, waited = evaluation.plan, sum(price.waited_s)
+    yield (
+        f"{plan.servers} of {plan.num_ranks} ranks are parameter servers and compute nothing: the "
+        f"links of one carry {sized(price.link_bytes)} a step, which takes "
+        f"{seconds(price.exchange_s)}, its optimizer {seconds(price.step_s)}; a worker waits "
+        f"{seconds(waited)} of both. A ring of all ranks would take {seconds(price.ring_s)}, "
+        f"{sized(price.ring_bytes)} of each. A server needs "
+        f"{sized(evaluation.prediction.server_bytes)}"
+    )
 
 
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
@@ -223,7 +238,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
             "operators is of fp32, and not used"
         )
-    lines += _changed_numbers(evaluation.plan)
+    lines += [*_served(evaluation), *_changed_numbers(evaluation.plan)]
     if PRECISIONS[evaluation.plan.precision].kept != "fp32":
         lines.append(PURE)
     if PRECISIONS[evaluation.plan.precision].narrow:

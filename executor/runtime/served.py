@@ -1,0 +1,624 @@
+"""Parameter servers (Li et al., OSDI 2014): a rank that keeps weights, or one that computes.
+
+The first ranks of such a plan are servers. Each keeps some of the tensors, whole, with their
+optimizer states. The others are workers: each runs a plan of its own, on its rows alone, and meets
+nobody but the servers, one after the other in each step:
+
+    worker                                    server
+    pull    weights, one message          <-  a reply, when it may go on
+    forward, backward
+    push    header, gradients, one message -> step, or (synchronous) wait for all workers
+
+A push is answered by the weights for the next step, so that nothing asks for them. A worker of
+clock c (steps that it pushed) is answered as soon as c - staleness steps of the slowest worker
+have come (Ho et al., NIPS 2013). Without staleness gradients are added up, and stepped together:
+the mean over workers, as by a ring. With it each is stepped as it comes, as its part of that mean.
+
+A header is a few float64 on the host: what it is, the loss, whether gradients are finite, and of
+which tensors there are some. It goes through a gloo group of these two ranks alone, on which a
+thread of the server waits: a peer that dies ends that wait, and no other's. Gradients and weights
+go through it, too, under gloo, else through NCCL's groups of one direction each.
+
+`settle` (drain) is for whatever reads or writes state: each worker asks, and is answered with
+weights that all steps so far are in; servers send each other theirs. So every rank has all of
+them, and reads or writes state alone. Optimizer states stay; those of other servers come to
+rank 0 for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshwright.executor import ranks
+from meshwright.executor.devices import has_streams
+from meshwright.executor.errors import BatchError, StateError
+from meshwright.executor.parameters import StageParameter
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import AtShape, RunOptions, Runtime, Validation
+from meshwright.executor.runtime.step import Step, unobserved, with_backward_done
+from meshwright.executor.stages import CheckedPlan, Given, Observer, Phase, follow
+from meshwright.planner.batch import batch_rows, input_leaves
+from meshwright.planner.plan import Plan, server_of
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PUSH, DRAIN, TELL, BYE = range(4)  # what a header says
+HEADER, ANSWER, GRADIENTS, WEIGHTS = range(1, 5)  # tags
+SAID = 3  # numbers of a header before those of tensors: what, loss, finite
+UNBOUNDED = timedelta(days=365)  # the watchdog's limit, and the peer's end, are the bounds
+POLL_S = 1.0
+
+
+class Push(NamedTuple):
+    """A push as a server took it: of a `worker` (from 0), its `clock`, the pushes before it; its
+    gradients are by weights after so many steps of this server (`version`)."""
+
+    worker: int
+    clock: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Messages between this rank and a peer: headers through a `pair` of gloo, gradients `up` to a
+    server and weights `down` from it, each a flat tensor."""
+
+    peer: int
+    pair: Any
+    up: Any
+    down: Any
+    length: int  # of a header
+
+    def tell(self, numbers: Sequence[float], tag: int = HEADER) -> dist.Work:
+        """Send a header."""
+        padded = [*numbers, *[0.0] * (self.length - len(numbers))]
+        header = torch.tensor(padded, dtype=torch.float64)
+        work = dist.isend(header, dst=self.peer, group=self.pair, tag=tag)
+        assert work is not None
+        return work
+
+    def hear(self, tag: int = HEADER) -> list[float]:
+        """Wait for a header."""
+        header = torch.empty(self.length, dtype=torch.float64)
+        work = dist.irecv(header, src=self.peer, group=self.pair, tag=tag)
+        assert work is not None
+        work.wait(UNBOUNDED)
+        numbers: list[float] = header.tolist()
+        return numbers
+
+    def send(self, x: torch.Tensor, tag: int) -> dist.Work:
+        """Send gradients or weights."""
+        group = self.up if tag == GRADIENTS else self.down
+        work = dist.isend(x, dst=self.peer, group=group, tag=tag)
+        assert work is not None
+        return work
+
+    def receive(self, x: torch.Tensor, tag: int) -> dist.Work:
+        """Begin to receive gradients or weights."""
+        group = self.up if tag == GRADIENTS else self.down
+        work = dist.irecv(x, src=self.peer, group=group, tag=tag)
+        assert work is not None
+        return work
+
+
+class Part:
+    """The parameters that one server keeps, as one flat tensor of what is sent."""
+
+    def __init__(self, parameters: Sequence[StageParameter]) -> None:
+        self.parameters = parameters
+        self.numels = [p.stored.numel() for p in parameters]
+
+    def empty(self) -> torch.Tensor:
+        """A flat tensor for all of it."""
+        like = self.parameters[0].stored
+        return torch.empty(sum(self.numels), dtype=like.dtype, device=like.device)
+
+    def views(self, flat: torch.Tensor) -> Iterator[tuple[StageParameter, torch.Tensor]]:
+        """Each parameter with its part of a flat tensor, in its shape."""
+        for p, part in zip(self.parameters, flat.split(self.numels), strict=True):
+            yield p, part.view(p.stored.shape)
+
+    def weights(self) -> torch.Tensor:
+        """A copy of the weights."""
+        return torch.cat([p.stored.detach().reshape(-1) for p in self.parameters])
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Write the weights."""
+        with torch.no_grad():
+            for p, weights in self.views(flat):
+                p.stored.copy_(weights)
+
+
+# --- a worker -------------------------------------------------------------------------------------
+
+
+class WorkerEnd:
+    """A worker's end of its links, one to each server and its part."""
+
+    def __init__(self, links: Sequence[Link], parts: Sequence[Part]) -> None:
+        self.links = links
+        self.parts = parts
+        self.arriving: list[tuple[list[dist.Work], torch.Tensor]] = []  # by server, while pushed
+        self.kept: list[torch.Tensor] = []  # gradients on their way
+
+    def push(self, loss: float, *, finite: bool) -> None:
+        """Send the gradients of a step, which are let go, and begin to receive the reply."""
+        for link, part in zip(self.links, self.parts, strict=True):
+            reply = part.empty()
+            works = [link.receive(reply, WEIGHTS)]
+            present = [float(p.api.grad is not None) for p in part.parameters]
+            works.append(link.tell([PUSH, loss, finite, *present]))
+            if finite:
+                gradients = torch.cat([
+                    torch.zeros_like(p.stored).view(-1) if p.api.grad is None
+                    else p.api.grad.reshape(-1) for p in part.parameters
+                ])  # fmt: skip
+                self.kept.append(gradients)
+                works.append(link.send(gradients, GRADIENTS))
+            for p in part.parameters:
+                p.api.grad = None
+            self.arriving.append((works, reply))
+
+    def pull(self) -> None:
+        """Wait for the replies to the last push, and write the weights."""
+        for part, (works, weights) in zip(self.parts, self.arriving, strict=False):
+            for work in works:
+                work.wait()
+            part.write(weights)
+        self.arriving, self.kept = [], []
+
+    def drain(self) -> None:
+        """Take the weights that all steps are in."""
+        self.pull()
+        for link, part in zip(self.links, self.parts, strict=True):
+            weights = part.empty()
+            arriving, told = link.receive(weights, WEIGHTS), link.tell([DRAIN])
+            told.wait()
+            arriving.wait()
+            part.write(weights)
+
+    def mean(self, loss: float) -> float:
+        """The mean over workers."""
+        self.links[0].tell([TELL, loss]).wait()
+        return self.links[0].hear(ANSWER)[1]
+
+    def close(self) -> None:
+        """Say that nothing more comes."""
+        with suppress(RuntimeError):
+            self.pull()
+            for link in self.links:
+                link.tell([BYE]).wait()
+
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+class ServerEnd:
+    """A server's end: links to its workers, and to the other servers, by rank; its part, and those
+    of the others. `steps` are those of its optimizer; `record`, where it is a list, takes what was
+    pushed in the order in which it was stepped."""
+
+    def __init__(
+        self,
+        links: Mapping[int, Link],
+        others: Mapping[int, Link],
+        parts: Sequence[Part],
+        staleness: int,
+    ) -> None:
+        self.links, self.others = links, others
+        self.parts, self.rank = parts, launch.rank()
+        self.part = parts[self.rank]
+        self.staleness = staleness
+        self.alive = set(links)
+        self.clocks = dict.fromkeys(links, 0)
+        self.versions = dict.fromkeys(links, 0)  # of the weights that a worker has
+        self.owed = set[int]()  # workers whose push is not answered
+        self.asked = dict[int, set[int]]()  # workers that drain, or tell, and wait
+        self.told = dict[int, float]()  # by worker, of this `TELL`
+        self.rounds = self.steps = self.skipped = 0
+        self.sum: torch.Tensor | None = None  # of a synchronous step
+        self.present, self.finite = [0.0] * len(self.part.parameters), True
+        self.record: list[Push] | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.heard: queue.Queue[tuple[int, list[float] | Exception]] = queue.Queue()
+        self.listeners = [
+            threading.Thread(target=self._listen, args=(w,), name="meshwright-server", daemon=True)
+            for w in links
+        ]
+        for listener in self.listeners:
+            listener.start()
+
+    def serve(self, optimizer: torch.optim.Optimizer) -> float:
+        """Serve one round, a push of each worker on average; the mean of the losses told in it."""
+        self.optimizer, self.rounds = optimizer, self.rounds + 1
+        losses: list[float] = []
+        while sum(self.clocks[w] for w in self.alive) < self.rounds * len(self.alive):
+            told = self._take("waiting for pushes")
+            losses += [] if told is None else [told]
+        if not self.alive:
+            raise StateError("all workers have ended", place="train_step", way_out="start anew")
+        return sum(losses) / len(losses) if losses else float("nan")
+
+    def drain(self) -> None:
+        """Give all ranks the weights that all steps are in. Collective."""
+        self._await(DRAIN)
+        weights, works = self.part.weights(), list[dist.Work]()
+        replies = [self.parts[rank].empty() for rank in sorted(self.others)]
+        arriving = [
+            self.others[r].receive(x, WEIGHTS)
+            for r, x in zip(sorted(self.others), replies, strict=True)
+        ]
+        works = [link.send(weights, WEIGHTS) for link in self.others.values()]
+        for worker in sorted(self.alive):
+            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait())
+            self.versions[worker] = self.steps
+        for work in (*works, *arriving):
+            work.wait()
+        for rank, reply in zip(sorted(self.others), replies, strict=True):
+            self.parts[rank].write(reply)
+
+    def mean(self) -> float:
+        """The mean over workers of what each tells. Collective."""
+        if self.rank:
+            return self.others[0].hear(ANSWER)[1]
+        self._await(TELL)
+        mean = sum(self.told.values()) / max(1, len(self.told))
+        self.told.clear()
+        for worker in sorted(self.alive):
+            self._guarded(worker, lambda link: link.tell([TELL, mean], ANSWER).wait())
+        for link in self.others.values():
+            link.tell([TELL, mean], ANSWER).wait()
+        return mean
+
+    def close(self) -> None:
+        """Wait until all workers have said goodbye."""
+        for listener in self.listeners:
+            listener.join(timeout=launch.timeout_s())
+
+    # --- one message ---
+
+    def _listen(self, worker: int) -> None:
+        """Hand on what a worker says, until it says goodbye or ends."""
+        try:
+            while (header := self.links[worker].hear())[0] != BYE:
+                self.heard.put((worker, header))
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            self.heard.put((worker, error))
+
+    def _await(self, what: int) -> None:
+        """Take messages until all workers have said this."""
+        self.asked.setdefault(what, set())
+        while not self.alive <= self.asked[what]:
+            self._take("waiting for workers")
+        self.asked[what].clear()
+
+    def _take(self, phase: str) -> float | None:
+        """Take one message of a worker; the loss of a push."""
+        ranks.progress.enter(phase, waits=True)
+        while True:
+            for worker in self.alive & ranks.progress.lost:
+                self._lose(worker, "it has ended")
+                return None
+            with suppress(queue.Empty):
+                worker, header = self.heard.get(timeout=POLL_S)
+                if worker in self.alive:
+                    break
+        ranks.progress.enter("taking a push", waits=False)
+        if isinstance(header, Exception):
+            self._lose(worker, str(header))
+            return None
+        if header[0] != PUSH:
+            self.asked.setdefault(int(header[0]), set()).add(worker)
+            if header[0] == TELL:
+                self.told[worker] = header[1]
+            return None
+        return header[1] if self._pushed(worker, header) else None
+
+    def _pushed(self, worker: int, header: Sequence[float]) -> bool:
+        """Take the gradients of a push, and step with them; whether they came."""
+        finite, present = bool(header[2]), header[SAID : SAID + len(self.part.parameters)]
+        gradients = self.part.empty() if finite else None
+        if gradients is not None:
+            arrived = self._guarded(
+                worker, lambda link: link.receive(gradients, GRADIENTS).wait()
+            )
+            if not arrived:
+                return False
+            gradients /= len(self.links)
+        if self.record is not None:
+            self.record.append(Push(worker - min(self.links), self.clocks[worker], self.versions[worker]))
+        self.clocks[worker] += 1
+        self.owed.add(worker)
+        if self.staleness:
+            self._step(gradients, present)
+            self._answer()
+            return True
+        self.finite &= finite
+        if gradients is not None:
+            self.sum = gradients if self.sum is None else self.sum.add_(gradients)
+            self.present = [a + b for a, b in zip(self.present, present, strict=True)]
+        if self.owed == self.alive:
+            self._step(self.sum if self.finite else None, self.present)
+            self.sum, self.finite = None, True
+            self.present = [0.0] * len(self.present)
+            self._answer()
+        return True
+
+    @torch.no_grad()
+    def _step(self, gradients: torch.Tensor | None, present: Sequence[float]) -> None:
+        """Step with gradients, or without any that are finite not at all."""
+        if gradients is None:
+            self.skipped += 1
+            return
+        for (p, gradient), there in zip(self.part.views(gradients), present, strict=True):
+            p.api.grad = gradient if there else None
+        assert self.optimizer is not None
+        with torch.enable_grad():
+            self.optimizer.step()
+        for p in self.part.parameters:
+            p.api.grad = None
+        self.steps += 1
+
+    def _answer(self) -> None:
+        """Send the weights to those workers that may go on."""
+        slowest = min((self.clocks[w] for w in self.alive), default=0)
+        ready = [w for w in sorted(self.owed) if self.clocks[w] - slowest <= self.staleness]
+        weights = self.part.weights() if ready else None
+        for worker in ready:
+            self.owed.discard(worker)
+            assert weights is not None
+            self.versions[worker] = self.steps
+            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait())
+
+    def _guarded(self, worker: int, run: Callable[[Link], Any]) -> bool:
+        """Run what needs a worker; whether it is there."""
+        try:
+            run(self.links[worker])
+        except RuntimeError as error:  # of the process group
+            self._lose(worker, str(error))
+            return False
+        return True
+
+    def _lose(self, worker: int, why: str) -> None:
+        """Go on without a worker. Raises `StateError` where all have to wait for it."""
+        reason = (why.splitlines() or [""])[0]
+        if not self.staleness:
+            raise StateError(
+                f"rank {worker}, a worker, has ended: {reason}",
+                place="train_step",
+                legal="all workers, without staleness",
+                way_out="its own output says why; plan with staleness from 1 to go on without it",
+            )
+        if worker in self.alive:
+            log.warning("rank %d, a worker, has ended (%s): the others go on", worker, reason)
+            self.alive.discard(worker)
+            self.owed.discard(worker)
+            self.told.pop(worker, None)
+            self._answer()
+
+
+# --- the running plan -----------------------------------------------------------------------------
+
+
+class _Drained(Validation):
+    """The steps that a drain ends."""
+
+    def __init__(self, runtime: ServedRuntime) -> None:
+        super().__init__(runtime)
+        self.served = runtime
+
+    def settle(self) -> None:
+        """Give all ranks the same weights, after steps. Collective."""
+        if self.served.dirty:
+            self.served.dirty = False
+            with ranks.progress.during("draining the servers", waits=True):
+                self.served.end.drain()
+
+
+class _Unchecked(ranks.BatchCheck):
+    """Batches of workers, which compare nothing."""
+
+    def check(self, *_: Any, **__: Any) -> None:
+        return
+
+
+class ServedRuntime(Runtime):
+    """One rank of a plan with parameter servers. A worker runs the plan of its own rows; a server
+    holds the same model, and no rows. `whole` is the plan of all."""
+
+    def __init__(
+        self,
+        checked: CheckedPlan,
+        model: nn.Module,
+        *,
+        whole: Plan,
+        options: RunOptions | None = None,
+        at_shape: AtShape | None = None,
+    ) -> None:
+        """`checked` is the plan of a worker. Collective."""
+        self.whole, self.here = whole, launch.rank()
+        running = ranks.world_size()
+        if running != whole.num_ranks:
+            raise StateError(
+                f"made for {whole.num_ranks} ranks, but {running} are running",
+                place="plan",
+                way_out=f"launch {whole.num_ranks} ranks",
+            )
+        super().__init__(checked, model, options=options, at_shape=at_shape)
+        workers = whole.num_ranks - whole.servers
+        self.serves = self.here < whole.servers
+        self.share = (max(0, self.here - whole.servers), workers)
+        seed = torch.tensor(self.seed, device=self.place.device)
+        dist.broadcast(seed, src=0)
+        self.seed = int(seed)
+        self.batch_check = _Unchecked()
+        self.dirty = False
+        self.end = self._connected()
+        self.validation = _Drained(self)
+        launch.farewells.append(self._part)
+        ranks.progress.stages = {r: [0] for r in range(whole.servers, whole.num_ranks)}
+        if whole.staleness:
+            ranks.progress.dispensable = frozenset(range(whole.servers, whole.num_ranks))
+
+    def _joined(self, checked: CheckedPlan, device: torch.device) -> ranks.Place:
+        meshes = ranks.stage_meshes(
+            checked.plan, checked.graph, checked.factors, checked.assignments
+        )
+        return ranks.single_process(device, meshes)
+
+    def _connected(self) -> WorkerEnd | ServerEnd:
+        """This rank's links. Collective."""
+        servers, held = self.whole.servers, {p.value: p for p in self.stage_parameters}
+        of = server_of(self.graph, servers)
+        parts = [Part([held[v] for v, j in of.items() if j == k]) for k in range(servers)]
+        length = SAID + max(len(part.parameters) for part in parts)
+        pairs = ranks.pair_groups(servers, "served")
+        by_order = has_streams(self.place.device)
+        ways = ranks.one_way_groups("gradients", "weights") if by_order else (None, None)
+
+        def link(peer: int) -> Link:
+            pair = pairs[min(peer, self.here), max(peer, self.here)]
+            up, down = (way or pair for way in ways)
+            return Link(peer=peer, pair=pair, up=up, down=down, length=length)
+
+        if not self.serves:
+            return WorkerEnd([link(k) for k in range(servers)], parts)
+        workers = range(servers, self.whole.num_ranks)
+        return ServerEnd(
+            {w: link(w) for w in workers},
+            {k: link(k) for k in range(servers) if k != self.here},
+            parts,
+            self.whole.staleness,
+        )
+
+    def _part(self) -> None:
+        """Part in order: nothing more is said."""
+        self.end.close()
+
+    @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
+    def train_step(
+        self,
+        batch: Any,
+        observe: Observer | None = None,
+        *,
+        local: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> torch.Tensor:
+        """A worker's step: pull, compute, push; its own loss. A server serves one round, and
+        returns the mean of the losses that it was told."""
+        assert optimizer is not None, "servers step it"
+        self.dirty = True
+        if isinstance(self.end, ServerEnd):
+            follow(optimizer)
+            told = self.end.serve(optimizer)
+            self.guard.skipped_steps = self.end.skipped
+            self.steps += 1
+            loss = torch.tensor(told, dtype=torch.float32, device=self.place.device)
+            return with_backward_done(loss)
+        ranks.progress.enter("waiting for weights", waits=True)
+        self.end.pull()
+        skipped = self.guard.skipped_steps
+        step, losses = self.passes(batch, observe, local=local)
+        with torch.no_grad():
+            (observe or unobserved)(Phase.DELIVER, lambda: self._accumulate_grads(step))
+            self.settle_buffers()
+            loss = step.mean_loss(losses)
+            self.end.push(float(loss), finite=self.guard.skipped_steps == skipped)
+        self.steps += 1
+        return with_backward_done(loss)
+
+    def evaluate(self, batch: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Step]:
+        """The mean loss of a global batch, each worker's of its rows."""
+        asked = [*args, options.get("keep"), options.get("lower"), options.get("values")]
+        if any(asked):
+            raise StateError(
+                ": workers have their rows alone, and servers none",
+                place="forward, generate and evaluate",
+                legal="eval_step, of a plan with servers",
+                way_out="load full_state_dict() into a model of its own, and run that",
+            )
+        self.validation.settle()
+        if isinstance(self.end, ServerEnd):
+            with ranks.progress.during("waiting for workers", waits=True):
+                return torch.tensor(self.end.mean()), self.planned
+        loss, step = super().evaluate(batch, **options)
+        return torch.tensor(self.end.mean(float(loss))).to(loss), step
+
+    def _prepared(self, batch: Any, local: bool) -> tuple[Step, Given]:
+        return super()._prepared(batch if local else self.own_rows(batch), False)
+
+    def own_rows(self, batch: Any) -> Any:
+        """This worker's rows of a global batch: those that it would have on a data axis."""
+        rows, (share, shares) = batch_rows(batch), self.share
+        if rows % shares:
+            raise BatchError(
+                f": {shares} workers don't share {rows} rows out",
+                place="batch",
+                legal=f"a multiple of {shares} rows",
+                way_out="pad or drop rows (drop_last=True of a DataLoader)",
+            )
+        batched = {self.graph.inputs[name] for name in self.graph.batched}
+        named, spec = input_leaves(batch)
+        m = self.plan.microbatches_of(rows // shares)
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(m, shares, -1, *x.shape[1:])[:, share].flatten(0, 1)
+
+        leaves = [own(x) if path in batched else x for path, x in named]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def rows_of(self, rows: int) -> tuple[int, ...]:
+        """The numbers of this worker's rows in a global batch of so many."""
+        numbers = torch.arange(rows).view(self.plan.microbatches_of(rows // self.share[1]), -1)
+        own: list[int] = numbers.tensor_split(self.share[1], 1)[self.share[0]].flatten().tolist()
+        return tuple(own)
+
+    # --- state ---
+
+    def on_first(self, run: Callable[[], T]) -> T | None:
+        """`run()` on rank 0, for which the others wait; None on them. Collective."""
+        self.validation.settle()
+        result = run() if self.here == 0 else None
+        with ranks.progress.during("waiting for rank 0", waits=True):
+            self.end.mean() if isinstance(self.end, ServerEnd) else self.end.mean(0.0)
+        return result
+
+    @contextmanager
+    def all_states(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Context in which rank 0's optimizer has the states of all servers. Collective."""
+        if optimizer is None or not isinstance(self.end, ServerEnd):
+            yield
+            return
+        if self.here:
+            own = {p.fqn: optimizer.state.get(p.api, {}) for p in self.end.part.parameters}
+            dist.send_object_list([own], dst=0, group=self.end.others[0].pair)
+        for link in self.end.others.values() if not self.here else ():
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=link.peer, group=link.pair)
+            by_name = {p.fqn: p.api for p in self.stage_parameters}
+            for fqn, state in box[0].items():
+                optimizer.state[by_name[fqn]] = state
+        try:
+            yield
+        finally:
+            self.keep_own(optimizer)
+
+    def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let go of the states of tensors that others keep."""
+        kept = self.end.part.parameters if isinstance(self.end, ServerEnd) else ()
+        mine = {id(p.api) for p in kept}
+        for p in [p for p in optimizer.state if id(p) not in mine]:
+            del optimizer.state[p]
