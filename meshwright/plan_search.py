@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, check_units, in_tf32, made_now
 from meshwright.executor.ranks import launch
+from meshwright.served_search import served_plan, workers_of
 from meshwright.planner.alternatives import (
     CHUNKS,
     Answers,
@@ -17,6 +18,7 @@ from meshwright.planner.alternatives import (
     logits_bind,
     with_ways_out,
 )
+from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.overrides import (
     OverrideError,
     allowed_without_effect,
@@ -28,6 +30,7 @@ from meshwright.planner.plan import (
     InfeasibleError,
     Plan,
     PlanError,
+    describe,
     problem_in,
     seconds,
     with_loss_in,
@@ -78,7 +81,7 @@ def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan
 def _check(problem: Problem, request: Request) -> None:
     check_overrides(
         request.overrides,
-        num_devices=problem.cluster.num_devices,
+        num_devices=workers_of(problem, request),
         global_batch_size=request.global_batch_size,
         num_blocks=len(problem.graph.blocks),
         sequences=problem.factors.sequence is not None,
@@ -121,6 +124,36 @@ def with_a_plan(search: Search) -> Search:
 
 
 def _searched(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    programs: BlockPrograms | None,
+) -> Decision:
+    """The best plan, with parameter servers where they are asked for, or allowed and faster."""
+    asked, word = request.overrides.servers, DECISIONS["servers"].allowed_by
+    if asked:
+        return served_plan(problem, request, phases_s)
+    if asked == 0 or word not in problem.allow:
+        return _unserved(problem, request, phases_s, programs)
+    began = time.monotonic()
+    plain = _unserved(problem, request, phases_s, programs)
+    left_s = request.time_limit_s
+    if left_s is not None and (left_s := left_s - (time.monotonic() - began)) <= 0:
+        return plain
+    try:
+        served = served_plan(problem, replace(request, time_limit_s=left_s), phases_s)
+    except (InfeasibleError, OverrideError, PlanError):
+        return plain
+    first, other = plain, served
+    if served.prediction.step_time_s < FASTER * plain.prediction.step_time_s:
+        first, other = served, plain
+    took = seconds(other.prediction.step_time_s)
+    kind = "with" if other is served else "without"
+    note = f"{kind} parameter servers the best plan ({describe(other.plan)}) takes {took}"
+    return replace(first, report=replace(first.report, notes=(*first.report.notes, note)))
+
+
+def _unserved(
     problem: Problem,
     request: Request,
     phases_s: Mapping[str, float],

@@ -95,13 +95,15 @@ class Progress:
     """The activity of this rank's main thread, written by the runtime, read by the watchdog.
 
     `stages` are those of every rank of the plan, by rank; `dispensable` the ranks that the others
-    go on without, and `lost` those of them that are known to have ended.
+    go on without, and `lost` those of them that are known to have ended. Where ranks are `apart`
+    each traces and prices for itself.
     """
 
     def __init__(self) -> None:
         self.stages: Mapping[int, Sequence[int]] = {}
         self.dispensable: frozenset[int] = frozenset()
         self.lost: frozenset[int] = frozenset()
+        self.apart = False
         self.predicted_peak_bytes: int | None = None
         self.lowered: int | None = None  # the last step that met another shape of batches
         self.lowering_s: float | None = None  # since when it lowers for that
@@ -146,6 +148,15 @@ class Progress:
             self.advise(error)
             raise
         self._leave(steps=int(is_step))
+
+    @contextmanager
+    def on_its_own(self) -> Iterator[None]:
+        """Context in which this rank decides for itself, as others may not be in it."""
+        apart, self.apart = self.apart, True
+        try:
+            yield
+        finally:
+            self.apart = apart
 
     @contextmanager
     def lowering(self) -> Iterator[None]:

@@ -109,7 +109,7 @@ class Runtime(RankState):
         plan, graph = checked.plan, checked.graph
         device = options.device or ranks.device_here()
         backend = backend_of(options.compile, device.type)
-        ranks.progress.stages = stages_of_ranks(plan)
+        ranks.progress.stages, ranks.progress.dispensable = stages_of_ranks(plan), frozenset()
         place = self._joined(checked, device)
         user = UserModel(model)
         several = ranks.world_size() > 1

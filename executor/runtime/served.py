@@ -468,7 +468,7 @@ class ServedRuntime(Runtime):
         self.dirty = False
         self.end = self._connected()
         self.validation = _Drained(self)
-        launch.farewells.append(self._part)
+        launch.farewells.append(self.part)
         ranks.progress.stages = {r: [0] for r in range(whole.servers, whole.num_ranks)}
         if whole.staleness:
             ranks.progress.dispensable = frozenset(range(whole.servers, whole.num_ranks))
@@ -504,10 +504,13 @@ class ServedRuntime(Runtime):
             self.whole.staleness,
         )
 
-    def _part(self) -> None:
-        """Part in order: nothing more is said."""
+    def part(self) -> None:
+        """Part in order: nothing more is said. Collective."""
+        if self.part in launch.farewells:
+            launch.farewells.remove(self.part)
         self.end.close()
 
+    @ranks.progress.on_its_own()
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def train_step(
         self,
@@ -540,6 +543,7 @@ class ServedRuntime(Runtime):
         self.steps += 1
         return with_backward_done(loss)
 
+    @ranks.progress.on_its_own()
     def evaluate(self, batch: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Step]:
         """The mean loss of a global batch, each worker's of its rows."""
         asked = [*args, options.get("keep"), options.get("lower"), options.get("values")]

@@ -20,7 +20,14 @@ from meshwright.costmodel.mesh import ContextKind, Stepping
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH, STEPPINGS
+from meshwright.planner.decisions import (
+    BY_BLOCK,
+    CONTRADICTIONS,
+    DECISIONS,
+    MESH,
+    STEPPINGS,
+    not_in_fp16,
+)
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
     OverrideError,
@@ -36,6 +43,7 @@ from meshwright.planner.plan import (
     expand_names,
     glob,
     has_experts,
+    why_not_served,
     why_stepped_late,
 )
 
@@ -145,6 +153,7 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
+    _check_servers(wanted, graph, allow, precision)
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
@@ -193,6 +202,35 @@ def restrict(
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )
+
+
+def _check_servers(
+    wanted: Overrides, graph: Graph, allow: Collection[str], precision: str
+) -> None:
+    """Raise `OverrideError` for servers that can't be, and for staleness that is not allowed."""
+    word, late, servers = DECISIONS["staleness"].allowed_by, wanted.staleness, wanted.servers
+    if late and word not in allow:
+        raise OverrideError(
+            ": numbers change with it, and it is not allowed",
+            place=f"override staleness={late}",
+            legal="0",
+            way_out=f'give allow=["{word}"] (--allow {word}), or drop the override',
+        )
+    if late and not servers:
+        raise OverrideError(
+            ": without parameter servers no gradient is late",
+            place=f"override staleness={late}",
+            legal="0, or servers from 1 beside it",
+            way_out="give servers=, or drop the override",
+        )
+    why = not_in_fp16("servers") if precision == "fp16" else why_not_served(graph)
+    if servers and why:
+        raise OverrideError(
+            f"{' with fp16' * (precision == 'fp16')}: {why}",
+            place=f"override servers={servers}",
+            legal="0",
+            way_out="drop the override" + ", or train in bf16" * (precision == "fp16"),
+        )
 
 
 def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:

@@ -231,6 +231,15 @@ class Plan:
             self, global_batch_size=rows, stages=(stage,), servers=0, staleness=0
         )
 
+    def served_by(self, servers: int, workers: int, staleness: int) -> Plan:
+        """The plan of so many workers, each of which runs this one of one device."""
+        ranks = tuple(range(servers, servers + workers))
+        stage = dataclasses.replace(self.stages[0], ranks=ranks, dp=workers)
+        rows = self.global_batch_size * workers
+        return dataclasses.replace(
+            self, global_batch_size=rows, stages=(stage,), servers=servers, staleness=staleness
+        )
+
     def group_of(self, rank: int) -> int:
         """The device group of a rank; of a server the first, which are the workers."""
         return next((k for k, ranks in enumerate(self.devices) if rank in ranks), 0)

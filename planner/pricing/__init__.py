@@ -2,6 +2,7 @@
 
 from meshwright.planner.pricing.course import bytes_beside_tensors
 from meshwright.planner.pricing.evaluate import (
+    STATELESS,
     Evaluation,
     Evaluator,
     Prediction,

@@ -1,0 +1,114 @@
+"""Plans with parameter servers: a worker's plan, searched on one device, beside so many servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from meshwright.costmodel.operators import Problem
+from meshwright.decisions import Decision, Request, made_now
+from meshwright.planner.decisions import DECISIONS
+from meshwright.planner.overrides import OverrideError, restrict, without
+from meshwright.planner.plan import InfeasibleError, Plan, kept_together, sized
+from meshwright.planner.pricing import STATELESS, Evaluation, Evaluator
+from meshwright.planner.report import explain
+from meshwright.planner.search import Search
+
+STALE = 1  # the staleness that is priced where it is allowed and free: more hides no more
+
+
+def workers_of(problem: Problem, request: Request) -> int:
+    """Devices that compute. Raises `OverrideError` where servers leave none, or none that share the
+    batch out."""
+    devices, servers = problem.cluster.num_devices, request.overrides.servers or 0
+    rows = request.global_batch_size
+    legal = [0, *(k for k in range(1, devices) if rows % (devices - k) == 0)]
+    if servers and servers not in legal:
+        workers = devices - servers
+        why = f"{workers} workers don't share {rows} rows out" if workers > 0 else "no worker"
+        raise OverrideError(
+            f": of {devices} devices they leave {max(0, workers)}, {why}",
+            place=f"override servers={servers}",
+            legal=legal,
+            way_out="take one of these, or another global_batch_size",
+        )
+    return devices - servers
+
+
+def served_plan(problem: Problem, request: Request, phases_s: Mapping[str, float]) -> Decision:
+    """The best plan with the servers that are asked for, or with 1, 2, 4, ... Raises
+    `OverrideError` for what can't have any, `InfeasibleError` where none fits."""
+    asked = request.overrides
+    _check(problem, request)
+    restrict(
+        replace(asked, servers=asked.servers or 1),
+        problem.graph,
+        target=problem.target,
+        allow=problem.allow,
+        precision=problem.precision,
+    )
+    priced = [*_priced(problem, request)]
+    fitting = [one for one in priced if not _short(one, problem, request)]
+    if not fitting:
+        short = min((_short(one, problem, request) for one in priced), default=0.0)
+        needed = min((one.prediction.server_bytes for one in priced), default=0)
+        raise InfeasibleError(
+            f"no plan with parameter servers fits {sized(problem.cluster.device.memory_bytes)} of "
+            f"{problem.cluster.device.name}: a server needs {sized(needed)} (all weights, and of "
+            f"its part optimizer states and gradients), {sized(short)} too much. Way out: more "
+            "servers, an optimizer with fewer states, or ZeRO in place of servers",
+            [short],
+        )
+    best = min(fitting, key=lambda one: one.prediction.step_time_s)
+    made = made_now(problem.graph)
+    report = explain(best, problem, phases_s=phases_s, notes=())
+    plan = replace(best.plan, made=made)
+    return Decision(
+        plan=plan, report=replace(report, plan=plan, made=made), prediction=best.prediction
+    )
+
+
+def _check(problem: Problem, request: Request) -> None:
+    servers = request.overrides.servers or "1, 2, 4, ..."
+    why = kept_together(problem.meetings) if problem.meetings else ""
+    if problem.stepped.matrices:
+        why = f"{problem.optimizer} steps matrices whole, among the ranks that hold them"
+    if why:
+        raise OverrideError(
+            f": {why}", place=f"override servers={servers}", legal="0", way_out="drop the override"
+        )
+
+
+def _priced(problem: Problem, request: Request) -> Iterator[Evaluation]:
+    """Priced plans with servers."""
+    asked, cluster = request.overrides, problem.cluster
+    word = DECISIONS["staleness"].allowed_by
+    late = [asked.staleness] if asked.staleness is not None else [0, STALE]
+    if asked.staleness is None and (word not in problem.allow or asked.servers):
+        late = [0]
+    counts = [asked.servers] if asked.servers else [2**i for i in range(cluster.num_devices)]
+    one = replace(cluster, num_nodes=1, devices_per_node=1)
+    alone = replace(problem, cluster=one, optimizer=STATELESS)
+    overrides = without(asked, "servers", "staleness", "dp")
+    evaluator, plans = Evaluator(problem), dict[int, Plan]()
+    for servers in counts:
+        workers = cluster.num_devices - servers
+        if workers < 1:
+            return
+        if request.global_batch_size % workers:
+            continue
+        rows = request.global_batch_size // workers
+        if rows not in plans:
+            search = Search(
+                alone, rows, overrides, memory_margin=request.memory_margin,
+                objective=request.objective, time_limit_s=request.time_limit_s,
+            )  # fmt: skip
+            plans[rows] = search.run().best.plan
+        for staleness in late:
+            yield evaluator.price(plans[rows].served_by(servers, workers, staleness))
+
+
+def _short(one: Evaluation, problem: Problem, request: Request) -> float:
+    """Bytes that the fullest device lacks."""
+    room = problem.cluster.device.memory_bytes * (1 - request.memory_margin)
+    return max(0.0, one.prediction.fullest_bytes - room)

@@ -1,0 +1,54 @@
+"""A rank of a plan with parameter servers, one worker of which fails or sleeps in its third step.
+
+    served_worker.py <fault> <staleness> <folder>
+
+Each rank writes what came of it to a file of the folder.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.served import ServerEnd
+from tests.executor.runtime.test_served import Run, runtime_of
+
+SLEEP_S, STEPS, FAILING = 2.0, 6, 2
+
+
+def fails(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "raise":
+        raise RuntimeError("broken on purpose")
+    if fault == "sleep":
+        time.sleep(SLEEP_S)
+
+
+def train(fault: str, staleness: int, folder: Path) -> None:
+    run = Run(workers=3, staleness=staleness, steps=STEPS)
+    result, optimizer = run.start()
+    end = runtime_of(result).end
+    if isinstance(end, ServerEnd):
+        end.record = []
+    for step in range(STEPS):
+        if launch.rank() == FAILING and step == 2:
+            fails(fault)
+        result.train_step(run.batch(step), optimizer=optimizer)
+    ended_s = time.time()
+    loss = float(result.eval_step(run.batch(0)))
+    state = {name: x.tolist() for name, x in result.full_state_dict().items()}
+    record = end.record if isinstance(end, ServerEnd) else None
+    found = {"ended_s": ended_s, "loss": loss, "state": state, "record": record}
+    (folder / f"{launch.rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with launch.distributed("gloo"):
+        train(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,334 @@
+"""Parameter servers train as the pushes that they record, replayed on one device in plain torch;
+synchronous ones as a ring does; with staleness they go on without a worker that sleeps or dies.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import ParallelModel, auto_parallelize
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.served import Push, ServedRuntime, ServerEnd
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan.servers import server_of
+from tests.helpers import launching, tiny
+from tests.helpers.launching import Launch
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+
+STEPS, ROWS = 4, 4  # rows of a worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run with parameter servers; `sleeps` are seconds that each worker takes for a batch."""
+
+    servers: int = 1
+    workers: int = 2
+    staleness: int = 0
+    optimizer: str = "sgd"
+    microbatches: int = 1
+    steps: int = STEPS
+    tied: bool = False
+    sleeps: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.servers} servers {self.optimizer} staleness {self.staleness}" + " tied" * (
+            self.tied
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self.servers + self.workers
+
+    def plan(self) -> Plan:
+        graph, _ = tiny.cut(tiny.net(tied=self.tied))
+        stage = StagePlan(
+            blocks=tuple(block.name for block in graph.blocks),
+            ranks=tuple(range(self.servers, self.ranks)),
+            dp=self.workers,
+            tp=1,
+        )
+        return Plan(
+            model=fingerprint(graph),
+            global_batch_size=ROWS * self.workers,
+            num_microbatches=self.microbatches,
+            schedule="1f1b",
+            precision="fp32",
+            stages=(stage,),
+            servers=self.servers,
+            staleness=self.staleness,
+        )
+
+    def made(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+    def start(self) -> tuple[ParallelModel, torch.optim.Optimizer]:
+        result = auto_parallelize(
+            tiny.net(tied=self.tied),
+            tiny.host(self.ranks),
+            example_inputs=tiny.batch(4),
+            global_batch_size=ROWS * self.workers,
+            loss_fn=tiny.loss,
+            plan=self.plan(),
+            profile=False,
+            allow=["stale"],
+        )
+        return result, self.made(result.parameters())
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tiny.batch(ROWS * self.workers, step)
+
+
+def runtime_of(result: ParallelModel) -> ServedRuntime:
+    runtime = result._going_on
+    assert isinstance(runtime, ServedRuntime)
+    return runtime
+
+
+def trained(run: Run) -> tuple[dict[str, torch.Tensor], list[list[float]], list[list[Push]]]:
+    """Weights, losses of all ranks and the pushes of all servers."""
+    result, optimizer = run.start()
+    end, losses = runtime_of(result).end, list[float]()
+    if isinstance(end, ServerEnd):
+        end.record = []
+    worker = launch.rank() - run.servers
+    for step in range(run.steps):
+        if worker >= 0 and run.sleeps:
+            time.sleep(run.sleeps[worker])
+        losses.append(float(result.train_step(run.batch(step), optimizer=optimizer)))
+    state = result.full_state_dict()
+    runtime_of(result).part()
+    everything: list[Any] = [None] * run.ranks
+    record = end.record if isinstance(end, ServerEnd) else None
+    torch.distributed.all_gather_object(everything, (losses, record, state))
+    for _, _, theirs in everything:  # after a drain all ranks have the same weights
+        assert all(torch.equal(theirs[name], x) for name, x in state.items())
+    kept = end.part.parameters if isinstance(end, ServerEnd) else []
+    assert {id(p) for p in optimizer.state} == {id(p.api) for p in kept}
+    return state, [x[0] for x in everything], [x[1] for x in everything[: run.servers]]
+
+
+# --- the oracle -----------------------------------------------------------------------------------
+
+
+class Replay:
+    """The pushes of each server, one after the other on one device, in plain torch."""
+
+    def __init__(self, run: Run, records: Sequence[Sequence[Push]]) -> None:
+        self.run, self.records = run, records
+        self.model = tiny.net(tied=run.tied)
+        graph, _ = tiny.cut(tiny.net(tied=run.tied))
+        owner = {graph.parameters[v]: k for v, k in server_of(graph, run.servers).items()}
+        named = dict(self.model.named_parameters())
+        self.names = [[n for n in named if owner[n] == k] for k in range(run.servers)]
+        self.kept = [nn.ParameterDict() for _ in range(run.servers)]
+        self.weights: list[list[dict[str, torch.Tensor]]] = []
+        self.optimizers = []
+        self.tensors = [
+            {n: nn.Parameter(named[n].detach().clone()) for n in names} for names in self.names
+        ]
+        for tensors in self.tensors:
+            self.weights.append([{n: x.detach().clone() for n, x in tensors.items()}])
+            self.optimizers.append(run.made([*tensors.values()]))
+        self.gradients: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+    def version(self, server: int, version: int) -> Mapping[str, torch.Tensor]:
+        """Weights of a server after so many steps."""
+        while len(self.weights[server]) <= version:
+            self._step(server)
+        return self.weights[server][version]
+
+    def _step(self, server: int) -> None:
+        done, tensors = len(self.weights[server]) - 1, self.tensors[server]
+        n, pushes = self.run.workers, self.records[server]
+        taken = pushes[done : done + 1] if self.run.staleness else pushes[n * done : n * (done + 1)]
+        sums = {name: torch.zeros_like(x) for name, x in tensors.items()}
+        for push in taken:
+            of = self.gradient(push.worker, push.clock)
+            for name in tensors:
+                sums[name] += of[name] / n
+        for name, x in tensors.items():
+            x.grad = sums[name]
+        self.optimizers[server].step()
+        self.weights[server].append({name: x.detach().clone() for name, x in tensors.items()})
+
+    def gradient(self, worker: int, clock: int) -> Mapping[str, torch.Tensor]:
+        """Of a worker's rows of a step, at the weights that it had of each server."""
+        if (worker, clock) not in self.gradients:
+            weights = dict[str, torch.Tensor]()
+            for server, pushes in enumerate(self.records):
+                versions = [p.version for p in pushes if (p.worker, p.clock) == (worker, clock)]
+                assert len(versions) == 1
+                weights |= self.version(server, versions[0])
+            self.model.load_state_dict(weights, strict=False)
+            self.model.zero_grad()
+            ids, targets = self.run.batch(clock)
+            m, rows = self.run.microbatches, ROWS // self.run.microbatches
+            for k in range(m):
+                first = k * rows * self.run.workers + worker * rows
+                part = slice(first, first + rows)
+                (tiny.loss(self.model(ids[part]), targets[part]) / m).backward()
+            self.gradients[worker, clock] = {
+                n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None
+            }
+        return self.gradients[worker, clock]
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Weights that all pushes are in."""
+        state = dict[str, torch.Tensor]()
+        for server, pushes in enumerate(self.records):
+            steps = len(pushes) if self.run.staleness else len(pushes) // self.run.workers
+            state |= self.version(server, steps)
+        return state
+
+
+def assert_near(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, atol=1e-5, rtol=1e-5)
+
+
+RUNS = (
+    Run(),
+    Run(staleness=2, optimizer="adamw", sleeps=(0.0, 0.03)),
+    Run(servers=2, staleness=1, optimizer="sgd", microbatches=2, sleeps=(0.02, 0.0)),
+    Run(servers=2, optimizer="adamw", microbatches=2, tied=True),
+    Run(staleness=2**31, optimizer="sgd", sleeps=(0.0, 0.03)),
+    Run(servers=2, staleness=3, optimizer="adamw", sleeps=(0.0, 0.02)),
+)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_training_is_the_recorded_pushes_on_one_device(run: Run) -> None:
+    state, losses, records = on_ranks(run.ranks, trained, run)
+    for record in records:
+        assert sorted((p.worker, p.clock) for p in record) == [
+            (w, c) for w in range(run.workers) for c in range(run.steps)
+        ]
+        check_clocks(record, run)
+    assert_near(state, Replay(run, records).all())
+
+
+def check_clocks(record: Sequence[Push], run: Run) -> None:
+    """No worker began a step more than `staleness` ahead of the slowest: when its weights were
+    sent, so many steps of each had come."""
+    for k, push in enumerate(record):
+        sent = push.version if run.staleness else push.version * run.workers
+        assert sent <= k
+        before = record[:sent]
+        slowest = min(sum(p.worker == w for p in before) for w in range(run.workers))
+        assert push.clock == 0 or push.clock - slowest <= run.staleness
+        assert sum(p.worker == push.worker for p in before) == push.clock or not push.clock
+
+
+
+def plain(run: Run) -> dict[str, torch.Tensor]:
+    """The steps of one device, on whole batches."""
+    model = tiny.net(tied=run.tied)
+    optimizer = run.made(model.parameters())
+    for step in range(run.steps):
+        ids, targets = run.batch(step)
+        optimizer.zero_grad()
+        tiny.loss(model(ids), targets).backward()
+        optimizer.step()
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def resumed(run: Run, folder: Path) -> tuple[dict[str, torch.Tensor], list[float], int]:
+    """Weights of steps of which a checkpoint was made in the midst, and read by another run; losses
+    of an evaluation on all ranks, and the files of the checkpoint's folder that each wrote."""
+    result, optimizer = run.start()
+    for step in range(2):
+        result.train_step(run.batch(step), optimizer=optimizer)
+    result.save_checkpoint(folder / "checkpoint", optimizer)
+    loss = float(result.eval_step(run.batch(9)))
+    result.train_step(run.batch(7), optimizer=optimizer)  # of which the other run knows nothing
+    runtime_of(result).part()
+    again, other = run.start()
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_()
+    again.load_checkpoint(folder / "checkpoint", other)
+    losses = [loss, float(again.eval_step(run.batch(9)))]
+    for step in range(2, run.steps):
+        again.train_step(run.batch(step), optimizer=other)
+    state = again.full_state_dict()
+    runtime_of(again).part()
+    every: list[Any] = [None] * run.ranks
+    torch.distributed.all_gather_object(every, losses)
+    assert len({tuple(x) for x in every}) == 1
+    return state, losses, len(other.state)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_checkpoint_has_the_states_of_all_servers(tmp_path: Path, servers: int) -> None:
+    run = Run(servers=servers, optimizer="adamw")
+    state, losses, _ = on_ranks(run.ranks, resumed, run, tmp_path)
+    assert_near(state, plain(run))  # synchronous servers train as one device does
+    model = tiny.net()
+    model.load_state_dict(plain(replace(run, steps=2)))
+    ids, targets = run.batch(9)
+    wanted = float(tiny.loss(model(ids), targets))
+    assert losses == pytest.approx([wanted, wanted], rel=1e-5)
+
+# --- a worker that fails --------------------------------------------------------------------------
+
+WORKER = Path(__file__).with_name("served_worker.py")
+
+
+def failing(fault: str, staleness: int, folder: Path) -> tuple[Launch, dict[int, Any]]:
+    run = launching.launch(
+        WORKER, fault, str(staleness), str(folder), ranks=4, timeout_s=60, grace_s=20
+    )
+    return run, {k: json.loads((folder / f"{k}.json").read_text()) for k in range(4)
+                 if (folder / f"{k}.json").exists()}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+def test_a_dead_worker_does_not_stop_the_others(tmp_path: Path, fault: str) -> None:
+    run, found = failing(fault, 1, tmp_path)
+    assert [rank.returncode for rank in run.ranks] == [0, 0, -9 if fault == "kill" else 1, 0]
+    assert "rank 2 (stage 0) ended" in run.ranks[0].stderr + run.ranks[2].stderr
+    assert "the others go on" in run.ranks[0].stderr
+    assert not any(rank.killed or rank.children_left for rank in run.ranks)
+    record = [Push(*push) for push in found[0]["record"]]
+    counts = [sum(push.worker == w for push in record) for w in range(3)]
+    assert counts == [6, 2, 6]
+    wanted = Replay(Run(workers=3, staleness=1), [record]).all()
+    for k in (0, 1, 3):
+        assert_near({n: torch.tensor(x) for n, x in found[k]["state"].items()}, wanted)
+    assert found[0]["loss"] == found[1]["loss"] == found[3]["loss"]
+
+
+def test_a_dead_worker_ends_all_that_wait_for_it(tmp_path: Path) -> None:
+    run, found = failing("kill", 0, tmp_path)
+    assert [bool(rank.returncode) for rank in run.ranks] == [True] * 4
+    assert not found
+    said = "".join(rank.stderr for rank in run.ranks)
+    assert "rank 2, a worker, has ended" in said
+    assert "way out" in said.lower()
+
+
+def test_a_straggler_stops_others_at_the_bound_alone(tmp_path: Path) -> None:
+    for staleness, waits in ((1, True), (100, False)):
+        folder = tmp_path / str(staleness)
+        folder.mkdir()
+        run, found = failing("sleep", staleness, folder)
+        assert run.ok, run.tail()
+        ahead_s = found[2]["ended_s"] - found[1]["ended_s"]
+        assert (ahead_s < 1.0) is waits, ahead_s
