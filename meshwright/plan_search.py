@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, check_units, in_tf32, made_now
 from meshwright.executor.ranks import launch
-from meshwright.served_search import served_plan, workers_of
 from meshwright.planner.alternatives import (
     CHUNKS,
     Answers,
@@ -40,6 +39,7 @@ from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.steps import RunKind
+from meshwright.served_search import served_plan, workers_of
 
 FASTER = 0.99  # times the step with a loss as traced: parts are taken for less
 
@@ -144,7 +144,8 @@ def _searched(
         served = served_plan(problem, replace(request, time_limit_s=left_s), phases_s)
     except (InfeasibleError, OverrideError, PlanError):
         return plain
-    first, other = plain, served
+    first: Decision = plain
+    other = served
     if served.prediction.step_time_s < FASTER * plain.prediction.step_time_s:
         first, other = served, plain
     took = seconds(other.prediction.step_time_s)

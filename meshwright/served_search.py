@@ -21,7 +21,14 @@ def workers_of(problem: Problem, request: Request) -> int:
     """Devices that compute. Raises `OverrideError` where servers leave none, or none that share the
     batch out."""
     devices, servers = problem.cluster.num_devices, request.overrides.servers or 0
-    rows = request.global_batch_size
+    rows, dp = request.global_batch_size, request.overrides.everywhere("dp")
+    if servers and dp is not None and dp != devices - servers:
+        raise OverrideError(
+            f" with dp={dp}: the other {devices - servers} ranks are workers",
+            place=f"override servers={servers}",
+            legal=f"dp={devices - servers}",
+            way_out="leave dp free",
+        )
     legal = [0, *(k for k in range(1, devices) if rows % (devices - k) == 0)]
     if servers and servers not in legal:
         workers = devices - servers

@@ -313,7 +313,7 @@ _TABLE = (
     Decision(
         "staleness", "steps by which a gradient may be late; needs --allow stale", least=0, off=0,
         acts="plan", written="plan", allowed="numbers", permission="stale", of_train_step=True,
-        line=lambda late: "".join(f"up to {n:,} steps late" for n in late if n),
+        line=lambda late: "".join(f"up to {n:,} step{'s' * (n > 1)} late" for n in late if n),
     ),
     Decision(
         "servers", "ranks, the first ones, that keep and step the weights for all others", least=0,

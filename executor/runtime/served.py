@@ -332,14 +332,14 @@ class ServerEnd:
         finite, present = bool(header[2]), header[SAID : SAID + len(self.part.parameters)]
         gradients = self.part.empty() if finite else None
         if gradients is not None:
-            arrived = self._guarded(
-                worker, lambda link: link.receive(gradients, GRADIENTS).wait()
-            )
+            arrived = self._guarded(worker, lambda link: link.receive(gradients, GRADIENTS).wait())
             if not arrived:
                 return False
             gradients /= len(self.links)
         if self.record is not None:
-            self.record.append(Push(worker - min(self.links), self.clocks[worker], self.versions[worker]))
+            self.record.append(
+                Push(worker - min(self.links), self.clocks[worker], self.versions[worker])
+            )
         self.clocks[worker] += 1
         self.owed.add(worker)
         if self.staleness:

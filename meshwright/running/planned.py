@@ -70,7 +70,7 @@ class PlannedModel:
         """Raise `StateError` for a call that plans with parameter servers don't have."""
         if self.plan.servers:
             raise StateError(
-                f" needs ranks that meet, and servers={self.plan.servers} leaves workers that don't",
+                f" needs ranks that meet, and workers don't (servers={self.plan.servers})",
                 place=what,
                 legal="plans without servers; with them train_step(..., optimizer=), eval_step, "
                 "state dicts and checkpoints",

@@ -234,9 +234,7 @@ class State(PlannedModel):
         states = runtime.all_states(held) if isinstance(runtime, ServedRuntime) else nullcontext()
         with states:
             self._saving = self._written(
-                lambda: checkpoint.save(
-                    runtime, path, held, extra=extra, asynchronous=asynchronous
-                )
+                lambda: checkpoint.save(runtime, path, held, extra=extra, asynchronous=asynchronous)
             )
         self._saving = self._saving or Saving(thread=None)
         return self._saving

@@ -68,7 +68,8 @@ def _flag(decision: Decision) -> dict[str, Any]:
     if decision.sizes:
         return {"type": _sizes, "metavar": "COUNT|SIZE,..", "help": decision.what}
     kind = str if decision.legal and isinstance(next(iter(decision.legal)), str) else int
-    text = f"{decision.what}: {decision.values if decision.legal else f'an integer from {decision.least}'}"
+    legal = decision.values if decision.legal else f"an integer from {decision.least}"
+    text = f"{decision.what}: {legal}"
     if not decision.by_block:
         return {"type": kind, "help": text}
     text += "; repeatable with GLOB=VALUE"

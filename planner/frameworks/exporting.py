@@ -37,6 +37,11 @@ class Exported:
 def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Exported:
     """The plan as a configuration. Raises `ConfigurationError` where what is left contradicts
     itself."""
+    if plan.servers:
+        raise ConfigurationError(
+            f": servers={plan.servers}, and {kind.name} has none",
+            place="plan", legal="servers=0", way_out="plan again without servers",
+        )  # fmt: skip
     values, lost = values_of(plan, kind)
     _fold(values, kind, lost)
     if optimizer is not None and "optimizer" in kind.names:

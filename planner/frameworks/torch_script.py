@@ -69,6 +69,8 @@ SAID = (
 REFUSED = {
     "cp": "attention on a part of the tokens is no style of parallelize_module",
     "ep": "experts on other ranks are no style of parallelize_module",
+    "servers": "torch's optimizers step what a rank computes with",
+    "staleness": "torch's collectives wait for all",
 }
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
@@ -158,10 +160,11 @@ def _check(plan: Plan, graph: Graph) -> None:
     """Raise `ScriptError` for what no script says."""
     for k, stage in enumerate(plan.stages):
         for name, why in REFUSED.items():
-            if getattr(stage, name) > 1:
+            value, off = getattr(stage if hasattr(stage, name) else plan, name), DECISIONS[name].off
+            if value > off:
                 raise ScriptError(
-                    f"={getattr(stage, name)}: {why}", place=f"stage {k}: {name}", legal="1",
-                    way_out=f"plan again with {name}=1, or run the plan with train_step",
+                    f"={value}: {why}", place=f"stage {k}: {name}", legal=str(off),
+                    way_out=f"plan again with {name}={off}, or run the plan with train_step",
                 )  # fmt: skip
         if (stage.dp, stage.tp) != (plan.stages[0].dp, plan.stages[0].tp):
             raise ScriptError(

@@ -204,9 +204,7 @@ def restrict(
     )
 
 
-def _check_servers(
-    wanted: Overrides, graph: Graph, allow: Collection[str], precision: str
-) -> None:
+def _check_servers(wanted: Overrides, graph: Graph, allow: Collection[str], precision: str) -> None:
     """Raise `OverrideError` for servers that can't be, and for staleness that is not allowed."""
     word, late, servers = DECISIONS["staleness"].allowed_by, wanted.staleness, wanted.servers
     if late and word not in allow:

@@ -46,10 +46,8 @@ def check_servers(plan: Plan, graph: Graph) -> None:
 def why_not_served(graph: Graph) -> str:
     """Why workers that never meet can't train a model; empty where they can."""
     if graph.updates:
-        return (
-            f"the forward writes buffers ({', '.join(sorted(graph.buffers[b] for b in graph.updates)[:3])}), "
-            "of which each worker would have its own"
-        )
+        buffers = sorted(graph.buffers[value] for value in graph.updates)
+        return f"the forward writes buffers, of which each worker would have its own: {buffers[0]}"
     if graph.weight_writes:
         return "the forward writes weights, which are the servers'"
     if graph.known:

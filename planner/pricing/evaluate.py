@@ -35,7 +35,6 @@ from meshwright.planner.pricing.slice_work import SliceWork, held_more, works_of
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
-
 STATELESS = "sgd"  # the optimizer that takes what a worker beside servers has: no states
 
 
@@ -66,8 +65,8 @@ class Prediction:
     cluster; how far step times and memory were off for models like it; `assumptions` about a
     configuration that leaves something open. `peaks` say when the most is held, and of what. Where
     the plan was `rehearsed`, the verdict on memory rests on that; the other numbers are prices
-    still. `server_bytes` are those of the fullest parameter server. `host_memory_bytes` lie in the host's memory of each node, where anything does,
-    `flash_bytes` in files on its flash."""
+    still. `host_memory_bytes` lie in the host's memory of each node, where anything does,
+    `flash_bytes` in files on its flash, `server_bytes` on the fullest parameter server."""
 
     step_time_s: float
     peak_memory_bytes: list[int]

@@ -5,9 +5,9 @@ part f (1/k where tensors divide evenly). In a step the links of a server carry
 
     n f (w + g)                                    one (N - 1)(w + g), with N = n + 1 ranks
 
-one worker after the other, where an all-reduce over N ranks gives each 2 (N - 1)/N g. A server steps
-f of all elements: once a step, or (with staleness) at each push. What a push and its answer take is
-the service s; Z is a worker's compute:
+one worker after the other, where an all-reduce over N ranks gives each 2 (N - 1)/N g. A server
+steps f of all elements: once a step, or (with staleness) at each push. What a push and its answer
+take is the service s; Z is a worker's compute:
 
     synchronous    Z + n s                 all wait: of s the optimizer's step once
     staleness      max(n s, Z + s)         the others compute meanwhile: n customers of one queue

@@ -199,8 +199,8 @@ def _changed_numbers(plan: Plan) -> Iterator[str]:
         holders = plan.having(name) if decision.allowed == "numbers" else ()
         if used := sorted(filter(decision.uses, {getattr(holder, name) for holder in holders})):
             yield (
-                f"the training's numbers change with {name}={', '.join(map(str, used))}; how many more steps "
-                "it takes is in no price"
+                f"the training's numbers change with {name}={', '.join(map(str, used))}; how many "
+                "more steps it takes is in no price"
             )
 
 

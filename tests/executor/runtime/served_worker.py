@@ -1,4 +1,4 @@
-"""A rank of a plan with parameter servers, one worker of which fails or sleeps in its third step.
+"""A rank of a plan with parameter servers, one worker of which fails in its third step.
 
     served_worker.py <fault> <staleness> <folder>
 
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.served import ServerEnd
 from tests.executor.runtime.test_served import Run, runtime_of
 
-SLEEP_S, STEPS, FAILING = 2.0, 6, 2
+STEPS, FAILING = 6, 2
 
 
 def fails(fault: str) -> None:
@@ -26,8 +25,6 @@ def fails(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "raise":
         raise RuntimeError("broken on purpose")
-    if fault == "sleep":
-        time.sleep(SLEEP_S)
 
 
 def train(fault: str, staleness: int, folder: Path) -> None:
@@ -40,11 +37,10 @@ def train(fault: str, staleness: int, folder: Path) -> None:
         if launch.rank() == FAILING and step == 2:
             fails(fault)
         result.train_step(run.batch(step), optimizer=optimizer)
-    ended_s = time.time()
     loss = float(result.eval_step(run.batch(0)))
     state = {name: x.tolist() for name, x in result.full_state_dict().items()}
     record = end.record if isinstance(end, ServerEnd) else None
-    found = {"ended_s": ended_s, "loss": loss, "state": state, "record": record}
+    found = {"loss": loss, "state": state, "record": record}
     (folder / f"{launch.rank()}.json").write_text(json.dumps(found))
 
 

@@ -4,9 +4,8 @@ synchronous ones as a ring does; with staleness they go on without a worker that
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from meshwright.planner.plan.servers import server_of
 from tests.helpers import launching, tiny
 from tests.helpers.launching import Launch
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 
 STEPS, ROWS = 4, 4  # rows of a worker
+SLEEP_S = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +213,10 @@ RUNS = (
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_training_is_the_recorded_pushes_on_one_device(run: Run) -> None:
     state, losses, records = on_ranks(run.ranks, trained, run)
+    if not run.staleness:
+        told, of_workers = losses[: run.servers], torch.tensor(losses[run.servers :])
+        for mean in told:
+            assert mean == pytest.approx(of_workers.mean(0).tolist(), rel=1e-6)
     for record in records:
         assert sorted((p.worker, p.clock) for p in record) == [
             (w, c) for w in range(run.workers) for c in range(run.steps)
@@ -231,7 +235,6 @@ def check_clocks(record: Sequence[Push], run: Run) -> None:
         slowest = min(sum(p.worker == w for p in before) for w in range(run.workers))
         assert push.clock == 0 or push.clock - slowest <= run.staleness
         assert sum(p.worker == push.worker for p in before) == push.clock or not push.clock
-
 
 
 def plain(run: Run) -> dict[str, torch.Tensor]:
@@ -283,8 +286,9 @@ def test_a_checkpoint_has_the_states_of_all_servers(tmp_path: Path, servers: int
     model = tiny.net()
     model.load_state_dict(plain(replace(run, steps=2)))
     ids, targets = run.batch(9)
-    wanted = float(tiny.loss(model(ids), targets))
+    wanted = float(tiny.loss(model(ids), targets).detach())
     assert losses == pytest.approx([wanted, wanted], rel=1e-5)
+
 
 # --- a worker that fails --------------------------------------------------------------------------
 
@@ -299,7 +303,9 @@ def failing(fault: str, staleness: int, folder: Path) -> tuple[Launch, dict[int,
                  if (folder / f"{k}.json").exists()}  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize(
+    "fault", tiered(["kill", "raise"], "kill".__eq__, "one that is killed is kept")
+)
 def test_a_dead_worker_does_not_stop_the_others(tmp_path: Path, fault: str) -> None:
     run, found = failing(fault, 1, tmp_path)
     assert [rank.returncode for rank in run.ranks] == [0, 0, -9 if fault == "kill" else 1, 0]
@@ -308,27 +314,42 @@ def test_a_dead_worker_does_not_stop_the_others(tmp_path: Path, fault: str) -> N
     assert not any(rank.killed or rank.children_left for rank in run.ranks)
     record = [Push(*push) for push in found[0]["record"]]
     counts = [sum(push.worker == w for push in record) for w in range(3)]
-    assert counts == [6, 2, 6]
+    assert counts in ([6, 2, 6], [6, 1, 6])  # its last push may die with it
     wanted = Replay(Run(workers=3, staleness=1), [record]).all()
     for k in (0, 1, 3):
         assert_near({n: torch.tensor(x) for n, x in found[k]["state"].items()}, wanted)
     assert found[0]["loss"] == found[1]["loss"] == found[3]["loss"]
 
 
+@second_tier("a dead worker that others go on without is kept")
 def test_a_dead_worker_ends_all_that_wait_for_it(tmp_path: Path) -> None:
     run, found = failing("kill", 0, tmp_path)
     assert [bool(rank.returncode) for rank in run.ranks] == [True] * 4
     assert not found
     said = "".join(rank.stderr for rank in run.ranks)
     assert "rank 2, a worker, has ended" in said
-    assert "way out" in said.lower()
+    assert "plan with staleness from 1 to go on without it" in said
 
 
-def test_a_straggler_stops_others_at_the_bound_alone(tmp_path: Path) -> None:
+def ends(run: Run) -> list[float]:
+    """Seconds until each rank's steps have ended, of which one worker sleeps in its third."""
+    result, optimizer = run.start()
+    result.train_step(run.batch(0), optimizer=optimizer)
+    torch.distributed.barrier()
+    began, every = time.monotonic(), [0.0] * run.ranks
+    for step in range(1, run.steps):
+        if launch.rank() == 2 and step == 2:
+            time.sleep(SLEEP_S)
+        result.train_step(run.batch(step), optimizer=optimizer)
+    took = time.monotonic() - began
+    result.settle()
+    runtime_of(result).part()
+    torch.distributed.all_gather_object(every, took)
+    return every
+
+
+def test_a_straggler_stops_others_at_the_bound_alone() -> None:
     for staleness, waits in ((1, True), (100, False)):
-        folder = tmp_path / str(staleness)
-        folder.mkdir()
-        run, found = failing("sleep", staleness, folder)
-        assert run.ok, run.tail()
-        ahead_s = found[2]["ended_s"] - found[1]["ended_s"]
-        assert (ahead_s < 1.0) is waits, ahead_s
+        server_s, fast_s, slow_s = on_ranks(3, ends, Run(staleness=staleness, steps=6))
+        assert min(server_s, slow_s) >= SLEEP_S
+        assert (fast_s >= SLEEP_S) is waits, fast_s
