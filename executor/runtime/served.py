@@ -152,7 +152,7 @@ class WorkerEnd:
         self.links = links
         self.parts = parts
         self.arriving: list[tuple[list[dist.Work], torch.Tensor]] = []  # by server, while pushed
-        self.kept: list[torch.Tensor] = []  # gradients on their way
+        self.sending: list[torch.Tensor] = []  # gradients on their way
 
     def push(self, loss: float, *, finite: bool) -> None:
         """Send the gradients of a step, which are let go, and begin to receive the reply."""
@@ -166,7 +166,7 @@ class WorkerEnd:
                     torch.zeros_like(p.stored).view(-1) if p.api.grad is None
                     else p.api.grad.reshape(-1) for p in part.parameters
                 ])  # fmt: skip
-                self.kept.append(gradients)
+                self.sending.append(gradients)
                 works.append(link.send(gradients, GRADIENTS))
             for p in part.parameters:
                 p.api.grad = None
@@ -178,7 +178,7 @@ class WorkerEnd:
             for work in works:
                 work.wait()
             part.write(weights)
-        self.arriving, self.kept = [], []
+        self.arriving, self.sending = [], []
 
     def drain(self) -> None:
         """Take the weights that all steps are in."""
@@ -437,30 +437,30 @@ class _Unchecked(ranks.BatchCheck):
 
 class ServedRuntime(Runtime):
     """One rank of a plan with parameter servers. A worker runs the plan of its own rows; a server
-    holds the same model, and no rows. `whole` is the plan of all."""
+    holds the same model, and no rows. `of_all` is the plan of all ranks."""
 
     def __init__(
         self,
         checked: CheckedPlan,
         model: nn.Module,
         *,
-        whole: Plan,
+        of_all: Plan,
         options: RunOptions | None = None,
         at_shape: AtShape | None = None,
     ) -> None:
         """`checked` is the plan of a worker. Collective."""
-        self.whole, self.here = whole, launch.rank()
+        self.of_all, self.here = of_all, launch.rank()
         running = ranks.world_size()
-        if running != whole.num_ranks:
+        if running != of_all.num_ranks:
             raise StateError(
-                f"made for {whole.num_ranks} ranks, but {running} are running",
+                f"made for {of_all.num_ranks} ranks, but {running} are running",
                 place="plan",
-                way_out=f"launch {whole.num_ranks} ranks",
+                way_out=f"launch {of_all.num_ranks} ranks",
             )
         super().__init__(checked, model, options=options, at_shape=at_shape)
-        workers = whole.num_ranks - whole.servers
-        self.serves = self.here < whole.servers
-        self.share = (max(0, self.here - whole.servers), workers)
+        workers = of_all.num_ranks - of_all.servers
+        self.serves = self.here < of_all.servers
+        self.share = (max(0, self.here - of_all.servers), workers)
         seed = torch.tensor(self.seed, device=self.place.device)
         dist.broadcast(seed, src=0)
         self.seed = int(seed)
@@ -469,9 +469,9 @@ class ServedRuntime(Runtime):
         self.end = self._connected()
         self.validation = _Drained(self)
         launch.farewells.append(self.part)
-        ranks.progress.stages = {r: [0] for r in range(whole.servers, whole.num_ranks)}
-        if whole.staleness:
-            ranks.progress.dispensable = frozenset(range(whole.servers, whole.num_ranks))
+        ranks.progress.stages = {r: [0] for r in range(of_all.servers, of_all.num_ranks)}
+        if of_all.staleness:
+            ranks.progress.dispensable = frozenset(range(of_all.servers, of_all.num_ranks))
 
     def _joined(self, checked: CheckedPlan, device: torch.device) -> ranks.Place:
         meshes = ranks.stage_meshes(
@@ -481,7 +481,7 @@ class ServedRuntime(Runtime):
 
     def _connected(self) -> WorkerEnd | ServerEnd:
         """This rank's links. Collective."""
-        servers, held = self.whole.servers, {p.value: p for p in self.stage_parameters}
+        servers, held = self.of_all.servers, {p.value: p for p in self.stage_parameters}
         of = server_of(self.graph, servers)
         parts = [Part([held[v] for v, j in of.items() if j == k]) for k in range(servers)]
         length = SAID + max(len(part.parameters) for part in parts)
@@ -496,12 +496,12 @@ class ServedRuntime(Runtime):
 
         if not self.serves:
             return WorkerEnd([link(k) for k in range(servers)], parts)
-        workers = range(servers, self.whole.num_ranks)
+        workers = range(servers, self.of_all.num_ranks)
         return ServerEnd(
             {w: link(w) for w in workers},
             {k: link(k) for k in range(servers) if k != self.here},
             parts,
-            self.whole.staleness,
+            self.of_all.staleness,
         )
 
     def part(self) -> None:
@@ -578,10 +578,10 @@ class ServedRuntime(Runtime):
         named, spec = input_leaves(batch)
         m = self.plan.microbatches_of(rows // shares)
 
-        def own(x: torch.Tensor) -> torch.Tensor:
+        def share_of(x: torch.Tensor) -> torch.Tensor:
             return x.reshape(m, shares, -1, *x.shape[1:])[:, share].flatten(0, 1)
 
-        leaves = [own(x) if path in batched else x for path, x in named]
+        leaves = [share_of(x) if path in batched else x for path, x in named]
         return pytree.tree_unflatten(leaves, spec)
 
     def rows_of(self, rows: int) -> tuple[int, ...]:
@@ -607,8 +607,8 @@ class ServedRuntime(Runtime):
             yield
             return
         if self.here:
-            own = {p.fqn: optimizer.state.get(p.api, {}) for p in self.end.part.parameters}
-            dist.send_object_list([own], dst=0, group=self.end.others[0].pair)
+            states = {p.fqn: optimizer.state.get(p.api, {}) for p in self.end.part.parameters}
+            dist.send_object_list([states], dst=0, group=self.end.others[0].pair)
         for link in self.end.others.values() if not self.here else ():
             box: list[Any] = [None]
             dist.recv_object_list(box, src=link.peer, group=link.pair)
@@ -622,7 +622,7 @@ class ServedRuntime(Runtime):
 
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Let go of the states of tensors that others keep."""
-        kept = self.end.part.parameters if isinstance(self.end, ServerEnd) else ()
-        mine = {id(p.api) for p in kept}
+        parameters = self.end.part.parameters if isinstance(self.end, ServerEnd) else ()
+        mine = {id(p.api) for p in parameters}
         for p in [p for p in optimizer.state if id(p) not in mine]:
             del optimizer.state[p]

@@ -42,7 +42,7 @@ class DataParallel:
                 rank=runtime.share[0],
                 size=runtime.share[1],
                 reads=not runtime.serves,
-                rows=() if runtime.serves else runtime.rows_of(runtime.whole.global_batch_size),
+                rows=() if runtime.serves else runtime.rows_of(runtime.of_all.global_batch_size),
                 filling=None,
                 rows_of=runtime.rows_of,
             )

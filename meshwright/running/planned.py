@@ -91,7 +91,7 @@ class PlannedModel:
         shapes = OtherShapes(plan, self._problem, traced)
         if self.plan.servers:
             return ServedRuntime(
-                checked, traced.model, whole=self.plan, options=options, at_shape=shapes
+                checked, traced.model, of_all=self.plan, options=options, at_shape=shapes
             )
         return Runtime(checked, traced.model, options=options, at_shape=shapes)
 

@@ -153,7 +153,6 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
-    _check_servers(wanted, graph, allow, precision)
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
@@ -161,7 +160,7 @@ def restrict(
     equal = "unequal_meshes" in wanted.forbid
     for name in MESH if equal else ():  # one value for one block is one for all
         choices[name] = [next(filter(None, choices[name]), None)] * len(names)
-    _check_model(wanted, choices, graph)
+    _check_model(wanted, choices, graph, allow, precision)
     _check_contradictions(choices, names)
     _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
@@ -231,8 +230,11 @@ def _check_servers(wanted: Overrides, graph: Graph, allow: Collection[str], prec
         )
 
 
-def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:
+def _check_model(
+    wanted: Overrides, choices: _Choices, graph: Graph, allow: Collection[str], precision: str
+) -> None:
     """Raise `OverrideError` for what the model does not allow."""
+    _check_servers(wanted, graph, allow, precision)
     experts = next((choice for choice in choices["ep"] if choice and choice.value > 1), None)
     if experts and not has_experts(graph):
         place = f"override {experts.said}"

@@ -30,7 +30,7 @@ from meshwright.planner.plan import (
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
-from meshwright.planner.pricing.servers import Served, served
+from meshwright.planner.pricing.served import Served, served
 from meshwright.planner.pricing.slice_work import SliceWork, held_more, works_of_slices
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster

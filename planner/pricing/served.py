@@ -48,12 +48,12 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
     """The exchange of a plan whose workers have these `costs`; `problem` has its optimizer."""
     cluster, graph, kind = problem.cluster, problem.graph, problem.cluster.device.kind
     workers, of = plan.stages[0].dp, server_of(graph, plan.servers)
-    kept = problem.stepped.kept_bytes
+    itemsize = problem.stepped.kept_bytes
     mine: list[list[float]] = [[] for _ in range(plan.servers)]
     for value, k in of.items():
         mine[k].append(float(graph.values[value].numel))
     total, fullest = sum(map(sum, mine)), max(range(plan.servers), key=lambda k: sum(mine[k]))
-    own = sum(mine[fullest])
+    numel = sum(mine[fullest])
     each = cluster.devices_per_node
     on_node = sum(k // each == fullest // each for k in range(plan.servers))
     one_way, crosses = 0.0, False
@@ -61,14 +61,16 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
         ends = (fullest,), (rank,)
         shared = on_node if crosses_node(*ends, each) else 1
         crosses |= shared > 1 or crosses_node(*ends, each)
-        one_way += shared * coster.message_s(kept * own, *ends, tp=1)
-    one_way = max(one_way, coster.message_s(kept * total, (0,), plan.stages[0].ranks[-1:], tp=1))
-    copied = stream_seconds(cluster.device, 4 * kept * total)
-    taken = stream_seconds(cluster.device, (2 if plan.staleness else 5) * kept * own)
+        one_way += shared * coster.message_s(itemsize * numel, *ends, tp=1)
+    one_way = max(
+        one_way, coster.message_s(itemsize * total, (0,), plan.stages[0].ranks[-1:], tp=1)
+    )
+    copied = stream_seconds(cluster.device, 4 * itemsize * total)
+    taken = stream_seconds(cluster.device, (2 if plan.staleness else 5) * itemsize * numel)
     answers = workers if plan.staleness else 1
-    flat = stream_seconds(cluster.device, 2 * kept * own)
+    flat = stream_seconds(cluster.device, 2 * itemsize * numel)
     exchange_s = 2 * one_way + workers * taken + answers * flat
-    moved = own * problem.stepped.moved * problem.target.optimizer_passes
+    moved = numel * problem.stepped.moved * problem.target.optimizer_passes
     issued = len(mine[fullest]) * problem.stepped.issues(kind) * cluster.device.launch_overhead_s
     step_s = answers * (stream_seconds(cluster.device, moved) + issued)
     waited = exchange_s, step_s
@@ -77,7 +79,9 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
         busy_s = exchange_s + step_s
         part = max(busy_s - compute_s, busy_s / workers) / busy_s
         waited = part * exchange_s, part * step_s
-    buffers = kept * own * (3 - bool(plan.staleness))  # gradients as they come, their sum, a reply
+    buffers = (
+        itemsize * numel * (3 - bool(plan.staleness))
+    )  # gradients as they come, their sum, a reply
     reserved = cluster.device.reserved_bytes + costs.communicator_bytes + costs.fixed_bytes
     ring = group_for(cluster, size=plan.num_ranks, stride=1)
     sent = Entry(
@@ -87,20 +91,20 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
         axis="data",
         collective="send",
         calls=2.0 * plan.servers,
-        sent_bytes=kept * total,
+        sent_bytes=itemsize * total,
         crosses=crosses,
     )
     return Served(
         sent=sent,
-        link_bytes=2 * kept * own * workers,
+        link_bytes=2 * itemsize * numel * workers,
         exchange_s=exchange_s,
         step_s=step_s,
         waited_s=waited,
         server_bytes=reserved
         + buffers
-        + problem.stepped.moments * own
+        + problem.stepped.moments * numel
         + problem.stepped.temporary_bytes(mine[fullest], kind),
-        worker_bytes=reserved + kept * (2 * total + own),
-        ring_s=collective_time("all_reduce", kept * total, ring, cluster),
-        ring_bytes=2 * (plan.num_ranks - 1) / plan.num_ranks * kept * total,
+        worker_bytes=reserved + itemsize * (2 * total + numel),
+        ring_s=collective_time("all_reduce", itemsize * total, ring, cluster),
+        ring_bytes=2 * (plan.num_ranks - 1) / plan.num_ranks * itemsize * total,
     )
