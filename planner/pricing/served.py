@@ -19,6 +19,7 @@ Gradients and weights are copied to flat tensors and back, by which both are rea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for, stream_seconds
 from meshwright.costmodel.operators import Entry, Problem
@@ -46,65 +47,73 @@ class Served:
 
 def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: Problem) -> Served:
     """The exchange of a plan whose workers have these `costs`; `problem` has its optimizer."""
-    cluster, graph, kind = problem.cluster, problem.graph, problem.cluster.device.kind
-    workers, of = plan.stages[0].dp, server_of(graph, plan.servers)
-    itemsize = problem.stepped.kept_bytes
-    mine: list[list[float]] = [[] for _ in range(plan.servers)]
-    for value, k in of.items():
-        mine[k].append(float(graph.values[value].numel))
-    total, fullest = sum(map(sum, mine)), max(range(plan.servers), key=lambda k: sum(mine[k]))
-    numel = sum(mine[fullest])
-    each = cluster.devices_per_node
-    on_node = sum(k // each == fullest // each for k in range(plan.servers))
-    one_way, crosses = 0.0, False
-    for rank in plan.stages[0].ranks:
-        ends = (fullest,), (rank,)
-        shared = on_node if crosses_node(*ends, each) else 1
-        crosses |= shared > 1 or crosses_node(*ends, each)
-        one_way += shared * coster.message_s(itemsize * numel, *ends, tp=1)
-    one_way = max(
-        one_way, coster.message_s(itemsize * total, (0,), plan.stages[0].ranks[-1:], tp=1)
-    )
-    copied = stream_seconds(cluster.device, 4 * itemsize * total)
-    taken = stream_seconds(cluster.device, (2 if plan.staleness else 5) * itemsize * numel)
+    cluster, optimizer = problem.cluster, problem.stepped
+    workers, itemsize = plan.stages[0].dp, optimizer.kept_bytes
+    tensors = _tensors(plan, problem)
+    total = itemsize * sum(map(sum, tensors))
+    fullest = max(range(plan.servers), key=lambda k: sum(tensors[k]))
+    part = itemsize * sum(tensors[fullest])
+    one_way, crosses = _one_way(plan, coster, fullest, part, total)
+    streamed = partial(stream_seconds, cluster.device)
     answers = workers if plan.staleness else 1
-    flat = stream_seconds(cluster.device, 2 * itemsize * numel)
-    exchange_s = 2 * one_way + workers * taken + answers * flat
-    moved = numel * problem.stepped.moved * problem.target.optimizer_passes
-    issued = len(mine[fullest]) * problem.stepped.issues(kind) * cluster.device.launch_overhead_s
-    step_s = answers * (stream_seconds(cluster.device, moved) + issued)
-    waited = exchange_s, step_s
+    taken = workers * streamed((2 if plan.staleness else 5) * part)
+    exchange_s = 2 * one_way + taken + answers * streamed(2 * part)
+    moved = part / itemsize * optimizer.moved * problem.target.optimizer_passes
+    issues = len(tensors[fullest]) * optimizer.issues(cluster.device.kind)
+    step_s = answers * (streamed(moved) + issues * cluster.device.launch_overhead_s)
+    waited, copied = 1.0, streamed(4 * total)
     if plan.staleness:
         compute_s = plan.passes * (costs.forward_s + costs.backward_s) + copied
         busy_s = exchange_s + step_s
-        part = max(busy_s - compute_s, busy_s / workers) / busy_s
-        waited = part * exchange_s, part * step_s
-    buffers = (
-        itemsize * numel * (3 - bool(plan.staleness))
-    )  # gradients as they come, their sum, a reply
-    reserved = cluster.device.reserved_bytes + costs.communicator_bytes + costs.fixed_bytes
+        waited = max(busy_s - compute_s, busy_s / workers) / busy_s
     ring = group_for(cluster, size=plan.num_ranks, stride=1)
     sent = Entry(
         "reduce_s",
         "collective",
-        copied + waited[0],
+        copied + waited * exchange_s,
         axis="data",
         collective="send",
         calls=2.0 * plan.servers,
-        sent_bytes=itemsize * total,
+        sent_bytes=total,
         crosses=crosses,
     )
+    reserved = cluster.device.reserved_bytes + costs.communicator_bytes + costs.fixed_bytes
+    # of a server gradients as they come, their sum, a reply; of a worker all at the push
+    states = optimizer.moments / itemsize * part + (2 if plan.staleness else 3) * part
+    temporary = optimizer.temporary_bytes(tensors[fullest], cluster.device.kind)
     return Served(
         sent=sent,
-        link_bytes=2 * itemsize * numel * workers,
+        link_bytes=2 * part * workers,
         exchange_s=exchange_s,
         step_s=step_s,
-        waited_s=waited,
-        server_bytes=reserved
-        + buffers
-        + problem.stepped.moments * numel
-        + problem.stepped.temporary_bytes(mine[fullest], kind),
-        worker_bytes=reserved + itemsize * (2 * total + numel),
-        ring_s=collective_time("all_reduce", itemsize * total, ring, cluster),
-        ring_bytes=2 * (plan.num_ranks - 1) / plan.num_ranks * itemsize * total,
+        waited_s=(waited * exchange_s, waited * step_s),
+        server_bytes=reserved + states + temporary,
+        worker_bytes=reserved + 2 * total + part,
+        ring_s=collective_time("all_reduce", total, ring, cluster),
+        ring_bytes=2 * (plan.num_ranks - 1) / plan.num_ranks * total,
     )
+
+
+def _tensors(plan: Plan, problem: Problem) -> list[list[float]]:
+    """Elements of the tensors of each server."""
+    tensors: list[list[float]] = [[] for _ in range(plan.servers)]
+    for value, k in server_of(problem.graph, plan.servers).items():
+        tensors[k].append(float(problem.graph.values[value].numel))
+    return tensors
+
+
+def _one_way(
+    plan: Plan, coster: StageCoster, server: int, part: float, total: float
+) -> tuple[float, bool]:
+    """Seconds of a part between a server and all workers, one after the other, or of all between
+    a worker and its servers, and whether a message crosses nodes: then servers of one node share
+    its links."""
+    ranks, each = plan.stages[0].ranks, coster.cluster.devices_per_node
+    on_node = sum(k // each == server // each for k in range(plan.servers))
+    seconds, crosses = 0.0, False
+    for rank in ranks:
+        ends = (server,), (rank,)
+        crosses |= crosses_node(*ends, each)
+        shared = on_node if crosses_node(*ends, each) else 1
+        seconds += shared * coster.message_s(part, *ends, tp=1)
+    return max(seconds, coster.message_s(total, (0,), ranks[-1:], tp=1)), crosses

@@ -84,6 +84,18 @@ LANDMARKS: Mapping[str, Landmark] = {
         model=lambda: gpt(24, 1024, 16, 50304, 1024),
         node="dgx-h100", batch=64, given={"allow": ["compressed"]},
     ),
+    # few tokens on CPU hosts, whose sums hide behind nothing: of plans of data parallelism late
+    # gradients pay (Ho et al. 2013), with half of the hosts as servers
+    "gpt-85m on 16 CPU hosts, stale": Landmark(
+        model=lambda: gpt(12, 768, 12, 512, 16),
+        node="local-host", nodes=16, devices=1, batch=64, precision="fp32",
+        given={"allow": ["stale"], "overrides": Overrides(pp=1, tp=1)},
+    ),
+    # and where a sum goes beside the backward a ring computes on all ranks
+    "gpt-350m on 8 H100, stale": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", batch=64, given={"allow": ["stale"]},
+    ),
     # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
     "gpt-14.6b, pipeline of 16 A100": Landmark(
         model=lambda: gpt(46, 5120, 40, 50304, 1024),

@@ -96,7 +96,7 @@ def test_what_is_allowed_and_fp16_cannot_have_is_told() -> None:
 
 
 NO_NAMES = (
-    "legal: a list of quantized, compressed, post_validation, optimizer_in_backward, "
+    "legal: a list of quantized, compressed, stale, post_validation, optimizer_in_backward, "
     "e.g. allow=['quantized']"
 )
 
