@@ -105,7 +105,8 @@ def auto_parallelize(
     busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
     compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
     and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++);
-    "compressed", sums of gradients by PowerSGD or their largest elements.
+    "compressed", sums of gradients by PowerSGD or their largest elements; "stale", gradients that
+    come late to parameter servers.
 
     Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
     running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):
