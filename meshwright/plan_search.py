@@ -17,7 +17,6 @@ from meshwright.planner.alternatives import (
     logits_bind,
     with_ways_out,
 )
-from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.overrides import (
     OverrideError,
     allowed_without_effect,
@@ -29,7 +28,6 @@ from meshwright.planner.plan import (
     InfeasibleError,
     Plan,
     PlanError,
-    describe,
     problem_in,
     seconds,
     with_loss_in,
@@ -39,7 +37,7 @@ from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.steps import RunKind
-from meshwright.served_search import served_plan, workers_of
+from meshwright.served_search import best_served, workers_of
 
 FASTER = 0.99  # times the step with a loss as traced: parts are taken for less
 
@@ -129,29 +127,10 @@ def _searched(
     phases_s: Mapping[str, float],
     programs: BlockPrograms | None,
 ) -> Decision:
-    """The best plan, with parameter servers where they are asked for, or allowed and faster."""
-    asked, word = request.overrides.servers, DECISIONS["servers"].allowed_by
-    if asked:
-        return served_plan(problem, request, phases_s)
-    if asked == 0 or word not in problem.allow:
+    def unserved() -> SearchedPlan:
         return _unserved(problem, request, phases_s, programs)
-    began = time.monotonic()
-    plain = _unserved(problem, request, phases_s, programs)
-    left_s = request.time_limit_s
-    if left_s is not None and (left_s := left_s - (time.monotonic() - began)) <= 0:
-        return plain
-    try:
-        served = served_plan(problem, replace(request, time_limit_s=left_s), phases_s)
-    except (InfeasibleError, OverrideError, PlanError):
-        return plain
-    first: Decision = plain
-    other = served
-    if served.prediction.step_time_s < FASTER * plain.prediction.step_time_s:
-        first, other = served, plain
-    took = seconds(other.prediction.step_time_s)
-    kind = "with" if other is served else "without"
-    note = f"{kind} parameter servers the best plan ({describe(other.plan)}) takes {took}"
-    return replace(first, report=replace(first.report, notes=(*first.report.notes, note)))
+
+    return best_served(problem, request, phases_s, unserved)
 
 
 def _unserved(

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, made_now
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.overrides import OverrideError, restrict, without
-from meshwright.planner.plan import InfeasibleError, Plan, kept_together, sized
+from meshwright.planner.plan import (
+    InfeasibleError,
+    Plan,
+    PlanError,
+    describe,
+    seconds,
+    sized,
+    why_unserved,
+)
 from meshwright.planner.pricing import STATELESS, Evaluation, Evaluator
 from meshwright.planner.report import explain
 from meshwright.planner.search import Search
 
+FASTER = 0.99  # times the step without servers: they are taken for less
 STALE = 1  # the staleness that is priced where it is allowed and free: more hides no more
 
 
@@ -40,6 +50,36 @@ def workers_of(problem: Problem, request: Request) -> int:
             way_out="take one of these, or another global_batch_size",
         )
     return devices - servers
+
+
+def best_served(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    unserved: Callable[[], Decision],
+) -> Decision:
+    """The best plan, with parameter servers where they are asked for, or allowed and faster than
+    the best one without (`unserved`)."""
+    asked, word = request.overrides.servers, DECISIONS["servers"].allowed_by
+    if asked:
+        return served_plan(problem, request, phases_s)
+    if asked == 0 or word not in problem.allow:
+        return unserved()
+    began = time.monotonic()
+    plain, left_s = unserved(), request.time_limit_s
+    if left_s is not None and (left_s := left_s - (time.monotonic() - began)) <= 0:
+        return plain
+    try:
+        served = served_plan(problem, replace(request, time_limit_s=left_s), phases_s)
+    except (InfeasibleError, OverrideError, PlanError):
+        return plain
+    chosen, other = plain, served
+    if served.prediction.step_time_s < FASTER * plain.prediction.step_time_s:
+        chosen, other = served, plain
+    took = seconds(other.prediction.step_time_s)
+    kind = "with" if other is served else "without"
+    note = f"{kind} parameter servers the best plan ({describe(other.plan)}) takes {took}"
+    return replace(chosen, report=replace(chosen.report, notes=(*chosen.report.notes, note)))
 
 
 def served_plan(problem: Problem, request: Request, phases_s: Mapping[str, float]) -> Decision:
@@ -77,10 +117,7 @@ def served_plan(problem: Problem, request: Request, phases_s: Mapping[str, float
 
 def _check(problem: Problem, request: Request) -> None:
     servers = request.overrides.servers or "1, 2, 4, ..."
-    why = kept_together(problem.meetings) if problem.meetings else ""
-    if problem.stepped.matrices:
-        why = f"{problem.optimizer} steps matrices whole, among the ranks that hold them"
-    if why:
+    if why := why_unserved(problem):
         raise OverrideError(
             f": {why}", place=f"override servers={servers}", legal="0", way_out="drop the override"
         )

@@ -195,6 +195,8 @@ MORE_FILES: dict[str, int] = {"recompute": 13, "schedule": 15, "zero": 13}
 KNOBS = {
     "quantized": {"quantized", "quantised"},
     "compressed": {"compressed"},
+    "servers": {"servers"},
+    "staleness": {"staleness"},
     "hpz": {"hpz"},
     "dp_shard": {"dp_shard"},
     "segments": {"segments"},

@@ -260,13 +260,13 @@ def _subgroup(world: Any, ranks: tuple[int, ...]) -> Any:
     return group if inside else None
 
 
-def pair_groups(servers: int, name: str) -> dict[tuple[int, int], Any]:
-    """Gloo groups of two ranks, of each of the first `servers` ranks and each rank behind it; those
+def pair_groups(count: int, name: str) -> dict[tuple[int, int], Any]:
+    """Gloo groups of two ranks, of each of the first `count` ranks and each rank behind it; those
     of this rank. A peer that dies breaks the groups that it is in, and no others. Collective."""
     me, pairs = dist.get_rank(), dict[tuple[int, int], Any]()
-    for server in range(servers):
-        for other in range(server + 1, dist.get_world_size()):
-            pair = (server, other)
+    for first in range(count):
+        for other in range(first + 1, dist.get_world_size()):
+            pair = (first, other)
             group = dist.new_group(
                 list(pair) if me in pair else [me],  # as many groups on all ranks
                 use_local_synchronization=True,

@@ -18,6 +18,7 @@ from meshwright.planner.plan import (
     kept_together,
     margin_beside,
     sized,
+    why_unserved,
 )
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.report import explain_plan
@@ -72,22 +73,21 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                     legal=decision.off,
                     way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
                 )
+    if plan.is_served and (why := why_unserved(problem)):
+        raise PlanError(
+            f": {why}",
+            place="plan: parameter servers",
+            legal="none",
+            way_out="plan again (without plan=)",
+        )
     if problem.stepped.matrices and (
-        plan.stepping != "at_end" or plan.servers or any(s.host.states for s in plan.stages)
+        plan.stepping != "at_end" or any(stage.host.states for stage in plan.stages)
     ):
         raise PlanError(
             f": {problem.optimizer} steps each matrix whole, on one of the ranks that hold it",
-            place="plan: states in host memory or on servers, or stepped before or after the end "
-            "of a step",
-            legal="states on the devices of workers, stepped at the end of a step",
+            place="plan: states in host memory, or stepped before or after the end of a step",
+            legal="states on the devices, stepped at the end of a step",
             way_out="plan with an optimizer of elements: optimizer='adamw', or plan again",
-        )
-    if plan.servers and problem.meetings:
-        raise PlanError(
-            f"={plan.servers}: {kept_together(problem.meetings)}, and each worker has its own",
-            place="plan: servers",
-            legal="0",
-            way_out="plan again (without plan=), or give rows_meet='per_microbatch'",
         )
     if plan.num_microbatches > 1 and problem.meetings:
         raise PlanError(

@@ -65,7 +65,7 @@ class Evaluation(PlannedModel):
         operators in evaluation mode than were planned."""
         self._traced.check_unchanged(training=False)
         runtime = self.runtime
-        apart = progress.on_its_own() if self.plan.servers else nullcontext()
+        apart = progress.on_its_own() if self.plan.is_served else nullcontext()
         with apart, runtime.user.as_passed():
             why = self._traced.why_not_evaluated
         if why:

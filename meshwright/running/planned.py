@@ -64,13 +64,13 @@ class PlannedModel:
     @property
     def _of_rank(self) -> Plan:
         """The plan that a rank runs: all of it, or that of a worker beside servers."""
-        return self.plan.of_worker if self.plan.servers else self.plan
+        return self.plan.of_worker if self.plan.is_served else self.plan
 
     def without_servers(self, what: str) -> None:
         """Raise `StateError` for a call that plans with parameter servers don't have."""
-        if self.plan.servers:
+        if self.plan.is_served:
             raise StateError(
-                f" needs ranks that meet, and workers don't (servers={self.plan.servers})",
+                " needs ranks that meet, and workers of parameter servers don't",
                 place=what,
                 legal="plans without servers; with them train_step(..., optimizer=), eval_step, "
                 "state dicts and checkpoints",
@@ -89,7 +89,7 @@ class PlannedModel:
             check_replicas=self._request.check_replicas,
         )
         shapes = OtherShapes(plan, self._problem, traced)
-        if self.plan.servers:
+        if self.plan.is_served:
             return ServedRuntime(
                 checked, traced.model, of_all=self.plan, options=options, at_shape=shapes
             )

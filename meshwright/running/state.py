@@ -142,7 +142,7 @@ class State(PlannedModel):
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, torch.Tensor]:
         """The whole model's state as CPU tensors, for `model.load_state_dict`; on every rank, or
         tensor by tensor on one `rank`, the others getting an empty dict. Collective."""
-        if rank is None or self.plan.servers:
+        if rank is None or self.plan.is_served:
             state = self.runtime.full_state_dict()
             return state if rank in (None, launch.rank()) else {}
         return export.full_state_dict(self.runtime, rank)

@@ -83,7 +83,7 @@ class Steps(PlannedModel):
         self, inputs: Any, *, local: bool, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.Tensor:
         """A measured step of the runtime, in which an optimizer may step."""
-        runtime = self._going_on if self.plan.servers else self.runtime
+        runtime = self._going_on if self.plan.is_served else self.runtime
         return self.monitor.train_step(
             lambda watch: runtime.train_step(
                 inputs, observe=watch, local=local, optimizer=optimizer
@@ -101,7 +101,7 @@ class Steps(PlannedModel):
                 said := other_than_counted(optimizer, self.plan, self._problem)
             ):
                 log.warning("%s", said)
-        if self.plan.optimizer_in_backward or self.plan.servers:
+        if self.plan.optimizer_in_backward or self.plan.is_served:
             return self._step(inputs, local=local, optimizer=optimizer).detach()
         if not self.plan.post_validation:
             optimizer.zero_grad()
@@ -245,12 +245,11 @@ def check_in_backward(plan: Plan, optimizer: Any, max_norm: float | None, who: s
     """Raise ValueError for a step that a plan with `optimizer_in_backward`, or with parameter
     servers, does not make."""
     given = optimizer is not None and max_norm is None
-    if given or not (plan.optimizer_in_backward or plan.servers):
+    if given or not (plan.optimizer_in_backward or plan.is_served):
         return
-    if plan.servers:
+    if plan.is_served:
         raise OptimizerError(
-            f", and the optimizers of {plan.servers} servers step each gradient as it comes "
-            f"(servers={plan.servers})",
+            ", and the optimizers of parameter servers step each gradient as it comes",
             place=f"{who}: optimizer={'None' if optimizer is None else 'given'}, "
             f"max_grad_norm={shown(max_norm)}",
             legal="an optimizer on every rank, and max_grad_norm=None",

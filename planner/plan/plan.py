@@ -223,6 +223,16 @@ class Plan:
         return self.servers + sum(len(ranks) for ranks in self.devices)
 
     @property
+    def is_served(self) -> bool:
+        """Whether parameter servers keep and step its weights."""
+        return self.servers > 0
+
+    @property
+    def first_worker(self) -> int:
+        """The first rank that computes."""
+        return self.servers
+
+    @property
     def of_worker(self) -> Plan:
         """The plan of one worker beside parameter servers: its own rows, on one device."""
         stage = dataclasses.replace(self.stages[0], ranks=(0,), dp=1)

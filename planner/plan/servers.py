@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import owners_of
+from meshwright.costmodel.operators import Problem, owners_of
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
+from meshwright.planner.plan.words import kept_together
 
 
 def server_of(graph: Graph, servers: int) -> Mapping[str, int]:
@@ -41,6 +42,15 @@ def check_servers(plan: Plan, graph: Graph) -> None:
             legal="0",
             way_out="plan without servers",
         )
+
+
+def why_unserved(problem: Problem) -> str:
+    """Why servers can't be in a problem, beside its graph; empty where they can."""
+    if problem.stepped.matrices:
+        return f"{problem.optimizer} steps matrices whole, among the ranks that hold them"
+    if problem.meetings:
+        return f"{kept_together(problem.meetings)}, and each worker has its own rows"
+    return ""
 
 
 def why_not_served(graph: Graph) -> str:

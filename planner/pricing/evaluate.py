@@ -179,7 +179,7 @@ class Evaluator:
         )
         problem, checked = coster.problem, self._checked.setdefault(plan.chunked_loss, {})
         assignments = check_plan(plan, problem.graph, problem.factors, checked)
-        if plan.servers:
+        if plan.is_served:
             stateless = replace(self.problem, optimizer=STATELESS)
             return with_servers(Evaluator(stateless).price(plan.of_worker), plan, problem)
         return evaluate(plan, problem, assignments, coster)

@@ -24,7 +24,7 @@ from functools import partial
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for, stream_seconds
 from meshwright.costmodel.operators import Entry, Problem
 from meshwright.costmodel.stages import StageCosts
-from meshwright.planner.plan import Plan, server_of
+from meshwright.planner.plan import Plan, seconds, server_of, sized
 from meshwright.planner.pricing.stage_costs import StageCoster
 
 
@@ -43,6 +43,17 @@ class Served:
     worker_bytes: float
     ring_s: float
     ring_bytes: float
+
+    def words(self, plan: Plan) -> str:
+        """The exchange of a plan in a sentence, beside a ring."""
+        return (
+            f"{plan.servers} of {plan.num_ranks} ranks are parameter servers and compute nothing: "
+            f"the links of one carry {sized(self.link_bytes)} a step, which takes "
+            f"{seconds(self.exchange_s)}, its optimizer {seconds(self.step_s)}; a worker waits "
+            f"{seconds(sum(self.waited_s))} of both. A ring of all ranks would take "
+            f"{seconds(self.ring_s)}, {sized(self.ring_bytes)} of each. A server needs "
+            f"{sized(self.server_bytes)}"
+        )
 
 
 def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: Problem) -> Served:
@@ -110,10 +121,10 @@ def _one_way(
     its links."""
     ranks, each = plan.stages[0].ranks, coster.cluster.devices_per_node
     on_node = sum(k // each == server // each for k in range(plan.servers))
-    seconds, crosses = 0.0, False
+    one_by_one, crosses = 0.0, False
     for rank in ranks:
         ends = (server,), (rank,)
         crosses |= crosses_node(*ends, each)
         shared = on_node if crosses_node(*ends, each) else 1
-        seconds += shared * coster.message_s(part, *ends, tp=1)
-    return max(seconds, coster.message_s(total, (0,), ranks[-1:], tp=1)), crosses
+        one_by_one += shared * coster.message_s(part, *ends, tp=1)
+    return max(one_by_one, coster.message_s(total, (0,), ranks[-1:], tp=1)), crosses

@@ -204,21 +204,6 @@ def _changed_numbers(plan: Plan) -> Iterator[str]:
             )
 
 
-def _served(evaluation: Evaluation) -> Iterator[str]:
-    """Parameter servers, beside a ring."""
-    if (price := evaluation.served) is None:
-        return
-    plan, waited = evaluation.plan, sum(price.waited_s)
-    yield (
-        f"{plan.servers} of {plan.num_ranks} ranks are parameter servers and compute nothing: the "
-        f"links of one carry {sized(price.link_bytes)} a step, which takes "
-        f"{seconds(price.exchange_s)}, its optimizer {seconds(price.step_s)}; a worker waits "
-        f"{seconds(waited)} of both. A ring of all ranks would take {seconds(price.ring_s)}, "
-        f"{sized(price.ring_bytes)} of each. A server needs "
-        f"{sized(evaluation.prediction.server_bytes)}"
-    )
-
-
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Sources of the prices, and assumptions about the software."""
     shares, target = evaluation.rests_on(), evaluation.target
@@ -238,7 +223,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
             "operators is of fp32, and not used"
         )
-    lines += [*_served(evaluation), *_changed_numbers(evaluation.plan)]
+    lines += [evaluation.served.words(evaluation.plan)] if evaluation.served else []
+    lines += _changed_numbers(evaluation.plan)
     if PRECISIONS[evaluation.plan.precision].kept != "fp32":
         lines.append(PURE)
     if PRECISIONS[evaluation.plan.precision].narrow:

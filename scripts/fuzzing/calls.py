@@ -41,6 +41,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "hpz": (1, 2, 7, 10**18),
     "quantized": ("none", "weights", "both", "int8"),
     "compressed": ("none", "powersgd-4", "topk-10", "topk-3"),
+    "staleness": (0, 1, 2**31),
+    "servers": (0, 1, 3, 10**18),
     "recompute": ("none", "full", "selective"),
     "stages": ([["embed", "layers.0-1"], ["layers.2", "head"]], [["embed-head"]]),
     "shardings": ({"layers.*.up": "colwise"}, {"head": "S(0)@tp"}, {"**": "replicate"}),

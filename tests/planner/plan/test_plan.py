@@ -58,6 +58,8 @@ PLANS = st.builds(
     stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
     post_validation=st.booleans(),
     optimizer_in_backward=st.booleans(),
+    servers=st.integers(0, 4),
+    staleness=st.integers(0, 2**31),
 )
 
 
