@@ -249,6 +249,56 @@ def plain(run: Run) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
+# --- a ring ---------------------------------------------------------------------------------------
+
+
+class Dropping(tiny.Net):
+    """With dropout, whose masks follow from the numbers of rows in the global batch."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.head(nn.functional.dropout(self.embed(ids), 0.5))
+
+
+def ringed(plan: Plan, precision: str, local: bool) -> dict[str, torch.Tensor]:
+    """Weights of steps with dropout under a plan, each rank with its own rows or with all."""
+    torch.manual_seed(0)
+    model = Dropping()
+    torch.manual_seed(launch.rank() + 5)  # all draw as rank 0 does
+    result = auto_parallelize(
+        model,
+        tiny.host(plan.num_ranks),
+        example_inputs=tiny.batch(4),
+        global_batch_size=plan.global_batch_size,
+        loss_fn=tiny.loss,
+        plan=plan,
+        profile=False,
+        precision=precision,
+    )
+    optimizer = torch.optim.AdamW(result.parameters(), lr=1e-2)
+    share = result.data_parallel
+    assert (share.size, len(share.rows)) == (2, plan.global_batch_size // 2 * share.reads)
+    for step in range(3):
+        batch: Any = tiny.batch(plan.global_batch_size, step)
+        if local:
+            batch = tuple(x[list(share.rows)] for x in batch) if share.reads else None
+        result.train_step(batch, optimizer=optimizer, local=local)
+        assert result.metrics()["step"] == step + 1
+    state = result.full_state_dict()
+    if isinstance(result._going_on, ServedRuntime):
+        result._going_on.part()
+    return state
+
+
+@pytest.mark.parametrize(("precision", "local"), [("fp32", True), ("bf16", False)])
+def test_synchronous_servers_train_as_a_ring_does(precision: str, local: bool) -> None:
+    torch.manual_seed(0)
+    graph, _ = tiny.cut(Dropping(), precision=precision)
+    one = tiny.plan_for(graph, dp=1, tp=1, global_batch_size=8, precision=precision)
+    found = on_ranks(3, ringed, one.served_by(1, 2, 0), precision, local)
+    wanted = on_ranks(2, ringed, one.served_by(0, 2, 0), precision, local)
+    assert_near(found, wanted)
+
+
 # --- state ----------------------------------------------------------------------------------------
 
 
