@@ -131,9 +131,8 @@ class Normed(nn.Module):
 
 def test_models_whose_workers_would_have_to_meet_are_refused() -> None:
     batch = torch.zeros(4, 8), torch.zeros(4, 8)
-    with pytest.raises(OverrideError, match=r"forward writes buffers.*body.1.num_batches_tracked"):
-        OverrideError, match=r"the forward writes buffers.*body.1.num_batches_tracked"
-    ):
+    said = r"forward writes buffers.*body.1.num_batches_tracked"
+    with pytest.raises(OverrideError, match=said):
         planned(
             model=Normed(), overrides=Overrides(servers=1), example_inputs=batch,
             loss_fn=nn.functional.mse_loss,
