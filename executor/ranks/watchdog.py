@@ -161,7 +161,8 @@ class Progress:
     @contextmanager
     def lowering(self) -> Iterator[None]:
         """A phase, inside of a step, in which the plan is lowered for another shape of batches."""
-        self.lowered, self.lowering_s = self.activity.steps_done, time.monotonic()
+        if not self.apart:  # else nobody else need lower for it
+            self.lowered, self.lowering_s = self.activity.steps_done, time.monotonic()
         self.enter("lowering the plan for another shape of batches", waits=True)
         try:
             yield

@@ -28,6 +28,7 @@ rank 0 for a checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -270,12 +271,12 @@ class ServerEnd:
         for rank, reply in zip(sorted(self.others), replies, strict=True):
             self.parts[rank].write(reply)
 
-    def mean(self) -> float:
-        """The mean over workers of what each tells. Collective."""
+    def mean(self, *, failed: bool = False) -> float:
+        """The mean over workers of what each tells; NaN where rank 0 has `failed`. Collective."""
         if self.rank:
             return self.others[0].hear(ANSWER)[1]
         self._await(TELL)
-        mean = sum(self.told.values()) / max(1, len(self.told))
+        mean = float("nan") if failed else sum(self.told.values()) / max(1, len(self.told))
         self.told.clear()
         for worker in sorted(self.alive):
             self._guarded(worker, lambda link: link.tell([TELL, mean], ANSWER).wait())
@@ -309,6 +310,8 @@ class ServerEnd:
         """Take one message of a worker; the loss of a push."""
         ranks.progress.enter(phase, waits=True)
         while True:
+            if self._is_held_up():
+                return None
             for worker in self.alive & ranks.progress.lost:
                 self._lose(worker, "it has ended")
                 return None
@@ -326,6 +329,16 @@ class ServerEnd:
                 self.told[worker] = header[1]
             return None
         return header[1] if self._pushed(worker, header) else None
+
+    def _is_held_up(self) -> bool:
+        """Whether others wait for workers that have been silent for the timeout: they are lost."""
+        limit_s = ranks.progress.allowed_s(launch.timeout_s())
+        silent = self.alive - self.owed
+        if not (self.staleness and self.owed and silent) or ranks.progress.seconds < limit_s:
+            return False
+        for worker in sorted(silent):
+            self._lose(worker, f"silent for {ranks.progress.seconds:.0f} s")
+        return True
 
     def _pushed(self, worker: int, header: Sequence[float]) -> bool:
         """Take the gradients of a push, and step with them; whether they came."""
@@ -378,6 +391,8 @@ class ServerEnd:
         ready = [w for w in sorted(self.owed) if self.clocks[w] - slowest <= self.staleness]
         weights = self.part.weights() if ready else None
         for worker in ready:
+            if worker not in self.owed:  # answered as another was lost
+                continue
             self.owed.discard(worker)
             assert weights is not None
             self.versions[worker] = self.steps
@@ -593,11 +608,23 @@ class ServedRuntime(Runtime):
     # --- state ---
 
     def on_first(self, run: Callable[[], T]) -> T | None:
-        """`run()` on rank 0, for which the others wait; None on them. Collective."""
+        """`run()` on rank 0, for which the others wait; None on them. Collective; raises on all
+        ranks where it does."""
         self.validation.settle()
-        result = run() if self.here == 0 else None
+        result, error = None, None
+        try:
+            result = run() if self.here == 0 else None
+        except Exception as raised:  # noqa: BLE001 - the others wait for this rank
+            error = raised
         with ranks.progress.during("waiting for rank 0", waits=True):
-            self.end.mean() if isinstance(self.end, ServerEnd) else self.end.mean(0.0)
+            if isinstance(self.end, ServerEnd):
+                told = self.end.mean(failed=error is not None)
+            else:
+                told = self.end.mean(0.0)
+        if error is not None:
+            raise error
+        if math.isnan(told):
+            raise StateError("rank 0 failed to write", place="rank 0", way_out="it says why")
         return result
 
     @contextmanager

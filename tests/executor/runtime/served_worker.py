@@ -23,6 +23,8 @@ STEPS, FAILING = 6, 2
 def fails(fault: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "raise":
         raise RuntimeError("broken on purpose")
 

@@ -277,10 +277,12 @@ def ringed(plan: Plan, precision: str, local: bool) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(result.parameters(), lr=1e-2)
     share = result.data_parallel
     assert (share.size, len(share.rows)) == (2, plan.global_batch_size // 2 * share.reads)
-    for step in range(3):
-        batch: Any = tiny.batch(plan.global_batch_size, step)
+    for step in range(4):
+        rows = plan.global_batch_size // (2 if local and step == 1 else 1)
+        batch: Any = tuple(x[:, : 4 if step == 2 else 6] for x in tiny.batch(rows, step))
         if local:
-            batch = tuple(x[list(share.rows)] for x in batch) if share.reads else None
+            mine = list(share.rows_of(rows))
+            batch = tuple(x[mine] for x in batch) if share.reads else None
         result.train_step(batch, optimizer=optimizer, local=local)
         assert result.metrics()["step"] == step + 1
     state = result.full_state_dict()
@@ -345,9 +347,11 @@ def test_a_checkpoint_has_the_states_of_all_servers(tmp_path: Path, servers: int
 WORKER = Path(__file__).with_name("served_worker.py")
 
 
-def failing(fault: str, staleness: int, folder: Path) -> tuple[Launch, dict[int, Any]]:
+def failing(
+    fault: str, staleness: int, folder: Path, timeout_s: float = 60
+) -> tuple[Launch, dict[int, Any]]:
     run = launching.launch(
-        WORKER, fault, str(staleness), str(folder), ranks=4, timeout_s=60, grace_s=20
+        WORKER, fault, str(staleness), str(folder), ranks=4, timeout_s=timeout_s, grace_s=20
     )
     return run, {k: json.loads((folder / f"{k}.json").read_text()) for k in range(4)
                  if (folder / f"{k}.json").exists()}  # fmt: skip
@@ -369,6 +373,19 @@ def test_a_dead_worker_does_not_stop_the_others(tmp_path: Path, fault: str) -> N
     for k in (0, 1, 3):
         assert_near({n: torch.tensor(x) for n, x in found[k]["state"].items()}, wanted)
     assert found[0]["loss"] == found[1]["loss"] == found[3]["loss"]
+
+
+@second_tier("one that is killed is kept")
+def test_a_frozen_worker_is_given_up_after_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_TIMEOUT_S", "4")
+    run, found = failing("freeze", 1, tmp_path, timeout_s=40)
+    assert [rank.returncode for k, rank in enumerate(run.ranks) if k != 2] == [0, 0, 0], run.tail()
+    assert run.ranks[2].killed
+    assert "rank 2, a worker, has ended (silent for" in run.ranks[0].stderr
+    record = [Push(*push) for push in found[0]["record"]]
+    assert [sum(push.worker == w for push in record) for w in range(3)][::2] == [6, 6]
 
 
 @second_tier("a dead worker that others go on without is kept")
