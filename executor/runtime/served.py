@@ -264,7 +264,7 @@ class ServerEnd:
         ]
         works = [link.send(weights, WEIGHTS) for link in self.others.values()]
         for worker in sorted(self.alive):
-            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait())
+            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait(self._bound))
             self.versions[worker] = self.steps
         for work in (*works, *arriving):
             work.wait()
@@ -319,7 +319,7 @@ class ServerEnd:
                 worker, header = self.heard.get(timeout=POLL_S)
                 if worker in self.alive:
                     break
-        ranks.progress.enter("taking a push", waits=False)
+        ranks.progress.enter("taking a push", waits=True)
         if isinstance(header, Exception):
             self._lose(worker, str(header))
             return None
@@ -329,6 +329,11 @@ class ServerEnd:
                 self.told[worker] = header[1]
             return None
         return header[1] if self._pushed(worker, header) else None
+
+    @property
+    def _bound(self) -> timedelta:
+        """Time that a message with a worker may take: less than the watchdog gives."""
+        return timedelta(seconds=ranks.progress.allowed_s(launch.timeout_s()))
 
     def _is_held_up(self) -> bool:
         """Whether others wait for workers that have been silent for the timeout: they are lost."""
@@ -345,7 +350,9 @@ class ServerEnd:
         finite, present = bool(header[2]), header[SAID : SAID + len(self.part.parameters)]
         gradients = self.part.empty() if finite else None
         if gradients is not None:
-            arrived = self._guarded(worker, lambda link: link.receive(gradients, GRADIENTS).wait())
+            arrived = self._guarded(
+                worker, lambda link: link.receive(gradients, GRADIENTS).wait(self._bound)
+            )
             if not arrived:
                 return False
             gradients /= len(self.links)
@@ -396,7 +403,7 @@ class ServerEnd:
             self.owed.discard(worker)
             assert weights is not None
             self.versions[worker] = self.steps
-            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait())
+            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait(self._bound))
 
     def _guarded(self, worker: int, run: Callable[[Link], Any]) -> bool:
         """Run what needs a worker; whether it is there."""
