@@ -90,15 +90,17 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
     )
     reserved = cluster.device.reserved_bytes + costs.communicator_bytes + costs.fixed_bytes
     # of a server gradients as they come, their sum, a reply; of a worker all at the push
-    states = optimizer.moments / itemsize * part + (2 if plan.staleness else 3) * part
-    temporary = optimizer.temporary_bytes(tensors[fullest], cluster.device.kind)
+    states = optimizer.moments / itemsize * part
+    stepping = (2 if plan.staleness else 3) * part
+    stepping += optimizer.temporary_bytes(tensors[fullest], cluster.device.kind)
+    drained = total  # a copy of its part, and those of the other servers as they come
     return Served(
         sent=sent,
         link_bytes=2 * part * workers,
         exchange_s=exchange_s,
         step_s=step_s,
         waited_s=(waited * exchange_s, waited * step_s),
-        server_bytes=reserved + states + temporary,
+        server_bytes=reserved + states + max(stepping, drained),
         worker_bytes=reserved + 2 * total + part,
         ring_s=collective_time("all_reduce", total, ring, cluster),
         ring_bytes=2 * (plan.num_ranks - 1) / plan.num_ranks * total,

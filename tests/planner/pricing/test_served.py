@@ -79,6 +79,15 @@ def test_workers_have_no_optimizer_states_and_servers_their_part() -> None:
     assert one.fullest_bytes == max(one.server_bytes, *one.peak_memory_bytes)
 
 
+def test_a_server_has_room_for_what_others_send_it_in_a_drain() -> None:
+    """With many servers each has a small part of its own, and takes all of it at a drain."""
+    many = plan(4, 1)
+    found = Evaluator(replace(problem(), optimizer="sgd")).price(many).prediction.server_bytes
+    total = 4 * problem().graph.num_parameters()
+    (costs,) = Evaluator(problem()).price(many).stages
+    assert found - costs.fixed_bytes - problem().cluster.device.reserved_bytes >= total
+
+
 def test_a_plan_without_servers_is_priced_as_before() -> None:
     graph, _ = tiny.cut(tiny.net())
     found = Evaluator(problem()).price(tiny.plan_for(graph, dp=4, tp=1))
