@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.costmodel.operators import Problem
@@ -97,21 +97,33 @@ def served_plan(problem: Problem, request: Request, phases_s: Mapping[str, float
     priced = [*_priced(problem, request)]
     fitting = [one for one in priced if not _short(one, problem, request)]
     if not fitting:
-        short = min((_short(one, problem, request) for one in priced), default=0.0)
-        needed = min((one.prediction.server_bytes for one in priced), default=0)
-        raise InfeasibleError(
-            f"no plan with parameter servers fits {sized(problem.cluster.device.memory_bytes)} of "
-            f"{problem.cluster.device.name}: a server needs {sized(needed)} (all weights, and of "
-            f"its part optimizer states and gradients), {sized(short)} too much. Way out: more "
-            "servers, an optimizer with fewer states, or ZeRO in place of servers",
-            [short],
-        )
+        raise _unfitting(priced, problem, request)
     best = min(fitting, key=lambda one: one.prediction.step_time_s)
     made = made_now(problem.graph)
     report = explain(best, problem, phases_s=phases_s, notes=())
     plan = replace(best.plan, made=made)
     return Decision(
         plan=plan, report=replace(report, plan=plan, made=made), prediction=best.prediction
+    )
+
+
+def _unfitting(priced: Sequence[Evaluation], problem: Problem, request: Request) -> InfeasibleError:
+    """Why no plan fits: what the fullest rank of the one that lacks least needs."""
+    device, shorts = problem.cluster.device, [_short(one, problem, request) for one in priced]
+    if not priced:
+        return InfeasibleError("no number of workers shares the batch out", [0.0])
+    short, best = min(zip(shorts, priced, strict=True), key=lambda pair: pair[0])
+    server, fullest = best.prediction.server_bytes, best.prediction.fullest_bytes
+    who, what, more = (
+        ("server", "all weights, and of its part optimizer states and gradients", "more servers")
+        if server >= fullest
+        else ("worker", "all weights and gradients, and the activations of its rows", "fewer rows")
+    )
+    return InfeasibleError(
+        f"no plan with parameter servers fits {sized(device.memory_bytes)} of {device.name}: a "
+        f"{who} needs {sized(fullest)} ({what}), {sized(short)} too much. Way out: {more}, an "
+        "optimizer with fewer states, or ZeRO in place of servers",
+        [short],
     )
 
 

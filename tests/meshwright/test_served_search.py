@@ -119,6 +119,19 @@ def test_a_server_without_room_is_told_with_what_it_needs() -> None:
     assert planned(overrides=Overrides(servers=2), **small).plan.servers == 2
 
 
+def test_a_worker_without_room_is_told_as_one() -> None:
+    """A server has no activations: with many rows a worker is fuller."""
+    one: dict[str, Any] = {"overrides": Overrides(servers=1), "global_batch_size": 4096}
+    at = planned(**one)
+    peak = max(at.prediction.peak_memory_bytes)
+    assert at.prediction.server_bytes < peak
+    room = at.prediction.server_bytes - tiny.host(1).device.reserved_bytes
+    small: dict[str, Any] = {"cluster": tiny.small_host(3, room), "memory_margin": 0.0}
+    with pytest.raises(InfeasibleError, match=r"a worker needs .*activations") as caught:
+        planned(**(one | {"overrides": Overrides(servers=1, microbatch_size=2048)} | small))
+    assert "a server" not in str(caught.value)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
