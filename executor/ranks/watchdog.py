@@ -24,6 +24,7 @@ Ranks that others go on without (`Progress.dispensable`) end alone:
 
     lost       there is one
     lost/<r>   rank r is one
+    left/<r>   rank r has left in order
 
 A rank that hears of a failure has `GRACE_S` to raise by itself, then its listener ends it. Where
 the store is gone, so is the rank (or the torchrun agent) that held it, and the next phase ends this
@@ -365,12 +366,12 @@ class Watchdog:
 
     def leave(self) -> None:
         """Leave without those that are lost, rank 0, which may hold the store, as the last one."""
-        self.store.add("left", 1)
-        while self.rank == 0 and self._are_there():
+        self.store.set(f"left/{self.rank}", "")
+        while self.rank == 0 and any(self._is_there(r) for r in range(1, self.world_size)):
             time.sleep(ROLL_CALL_POLL_S)
 
-    def _are_there(self) -> bool:
-        return int(self.store.add("left", 0)) + len(progress.lost) < self.world_size
+    def _is_there(self, rank: int) -> bool:
+        return rank not in progress.lost and not self.store.check([f"left/{rank}"])
 
     # --- messages ---
 
