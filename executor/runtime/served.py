@@ -14,10 +14,12 @@ clock c (steps that it pushed) is answered as soon as c - staleness steps of the
 have come (Ho et al., NIPS 2013). Without staleness gradients are added up, and stepped together:
 the mean over workers, as by a ring. With it each is stepped as it comes, as its part of that mean.
 
-A header is a few float64 on the host: what it is, the loss, whether gradients are finite, and of
-which tensors there are some. It goes through a gloo group of these two ranks alone, on which a
-thread of the server waits: a peer that dies ends that wait, and no other's. Gradients and weights
-go through it, too, under gloo, else through NCCL's groups of one direction each.
+A header is a few float64 on the host: what it is, the loss, whether gradients are finite, of which
+tensors there are some, and the number of rows. It goes through a gloo group of these two ranks
+alone, on which a thread of the server waits: a peer that dies ends that wait, and no other's.
+Gradients and weights go through it, too, under gloo, else through NCCL's groups of one direction
+each. Where losses count targets, a synchronous worker first asks the first server for the mean
+count over workers, and divides by that: then the mean of their losses is that over all targets.
 
 `settle` (drain) is for whatever reads or writes state: each worker asks, and is answered with
 weights that all steps so far are in; servers send each other theirs. So every rank has all of
@@ -29,11 +31,13 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,18 +53,27 @@ from meshwright.executor.parameters import StageParameter
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import AtShape, RunOptions, Runtime, Validation
 from meshwright.executor.runtime.step import Step, unobserved, with_backward_done
-from meshwright.executor.stages import CheckedPlan, Given, Observer, Phase, follow
+from meshwright.executor.stages import (
+    BatchShape,
+    CheckedPlan,
+    Given,
+    Observer,
+    Phase,
+    RunStage,
+    follow,
+)
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, server_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-PUSH, DRAIN, TELL, BYE = range(4)  # what a header says
+PUSH, DRAIN, TELL, BYE, COUNT = range(5)  # what a header says
 HEADER, ANSWER, GRADIENTS, WEIGHTS = range(1, 5)  # tags
-SAID = 3  # numbers of a header before those of tensors: what, loss, finite
+SAID = 4  # numbers of a header before those of tensors: what, loss, finite, rows
 UNBOUNDED = timedelta(days=365)  # the watchdog's limit, and the peer's end, are the bounds
-POLL_S = 1.0
+POLL_S, CLOSING_POLL_S = 1.0, 0.02
+OF_TELL = -1  # the key of rows beside the clocks
 
 
 class Push(NamedTuple):
@@ -155,13 +168,13 @@ class WorkerEnd:
         self.arriving: list[tuple[list[dist.Work], torch.Tensor]] = []  # by server, while pushed
         self.sending: list[torch.Tensor] = []  # gradients on their way
 
-    def push(self, loss: float, *, finite: bool) -> None:
+    def push(self, loss: float, *, rows: int, finite: bool) -> None:
         """Send the gradients of a step, which are let go, and begin to receive the reply."""
         for link, part in zip(self.links, self.parts, strict=True):
             reply = part.empty()
             works = [link.receive(reply, WEIGHTS)]
             present = [float(p.api.grad is not None) for p in part.parameters]
-            works.append(link.tell([PUSH, loss, finite, *present]))
+            works.append(link.tell([PUSH, loss, finite, rows, *present]))
             if finite:
                 gradients = torch.cat([
                     torch.zeros_like(p.stored).view(-1) if p.api.grad is None
@@ -175,9 +188,12 @@ class WorkerEnd:
 
     def pull(self) -> None:
         """Wait for the replies to the last push, and write the weights."""
-        for part, (works, weights) in zip(self.parts, self.arriving, strict=False):
-            for work in works:
-                work.wait()
+        for link, part, (works, weights) in zip(
+            self.links, self.parts, self.arriving, strict=False
+        ):
+            with self._needed(link):
+                for work in works:
+                    work.wait()
             part.write(weights)
         self.arriving, self.sending = [], []
 
@@ -186,15 +202,41 @@ class WorkerEnd:
         self.pull()
         for link, part in zip(self.links, self.parts, strict=True):
             weights = part.empty()
-            arriving, told = link.receive(weights, WEIGHTS), link.tell([DRAIN])
-            told.wait()
-            arriving.wait()
+            with self._needed(link):
+                arriving, told = link.receive(weights, WEIGHTS), link.tell([DRAIN])
+                told.wait()
+                arriving.wait()
             part.write(weights)
 
-    def mean(self, loss: float) -> float:
-        """The mean over workers."""
-        self.links[0].tell([TELL, loss]).wait()
-        return self.links[0].hear(ANSWER)[1]
+    def mean(self, loss: float, rows: int = 0) -> float:
+        """The mean over workers, of as many rows each."""
+        with self._needed(self.links[0]) as link:
+            link.tell([TELL, loss, True, rows]).wait()
+            return link.hear(ANSWER)[1]
+
+    def mean_counts(self, counts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The mean over workers of each count."""
+        with self._needed(self.links[0]) as link:
+            link.tell([COUNT, *map(float, counts.values())]).wait()
+            means = link.hear(ANSWER)[1:]
+        return {
+            name: torch.tensor(mean, dtype=torch.float64, device=x.device)
+            for (name, x), mean in zip(counts.items(), means, strict=False)
+        }
+
+    @contextmanager
+    def _needed(self, link: Link) -> Iterator[Link]:
+        """Context of messages with a server, without which nobody goes on."""
+        try:
+            yield link
+        except RuntimeError as error:  # of the process group
+            ranks.progress.dispensable = frozenset()  # this is no end of its own
+            raise StateError(
+                f"rank {link.peer}, a server, has ended: {(str(error).splitlines() or [''])[0]}",
+                place="servers",
+                legal="all of them: each keeps weights that no other rank has",
+                way_out="its own output says why; start from a checkpoint",
+            ) from error
 
     def close(self) -> None:
         """Say that nothing more comes."""
@@ -229,29 +271,40 @@ class ServerEnd:
         self.owed = set[int]()  # workers whose push is not answered
         self.asked = dict[int, set[int]]()  # workers that drain, or tell, and wait
         self.told = dict[int, float]()  # by worker, of this `TELL`
+        self.counts = dict[int, list[float]]()  # by worker, of this `COUNT`
+        self.rows = dict[int, float]()  # of a push, by clock, while a worker may still push there
+        self.loss = float("nan")  # of the last round in which losses were told
         self.rounds = self.steps = self.skipped = 0
         self.sum: torch.Tensor | None = None  # of a synchronous step
         self.present, self.finite = [0.0] * len(self.part.parameters), True
         self.record: list[Push] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.heard: queue.Queue[tuple[int, list[float] | Exception]] = queue.Queue()
-        self.listeners = [
-            threading.Thread(target=self._listen, args=(w,), name="meshwright-server", daemon=True)
+        self.heard_s = dict.fromkeys(links, time.monotonic())  # when a worker last said something
+        self.listeners = {
+            w: threading.Thread(
+                target=self._listen, args=(w,), name="meshwright-server", daemon=True
+            )
             for w in links
-        ]
-        for listener in self.listeners:
+        }
+        for listener in self.listeners.values():
             listener.start()
 
     def serve(self, optimizer: torch.optim.Optimizer) -> float:
-        """Serve one round, a push of each worker on average; the mean of the losses told in it."""
+        """Serve one round, a push of each worker on average; the mean of the losses told in it, or,
+        where all of its pushes came before, in the last one that had some."""
         self.optimizer, self.rounds = optimizer, self.rounds + 1
         losses: list[float] = []
         while sum(self.clocks[w] for w in self.alive) < self.rounds * len(self.alive):
             told = self._take("waiting for pushes")
             losses += [] if told is None else [told]
+        self._check_alive("train_step")
+        self.loss = sum(losses) / len(losses) if losses else self.loss
+        return self.loss
+
+    def _check_alive(self, place: str) -> None:
         if not self.alive:
-            raise StateError("all workers have ended", place="train_step", way_out="start anew")
-        return sum(losses) / len(losses) if losses else float("nan")
+            raise StateError("all workers have ended", place=place, way_out="start anew")
 
     def drain(self) -> None:
         """Give all ranks the weights that all steps are in. Collective."""
@@ -264,7 +317,7 @@ class ServerEnd:
         ]
         works = [link.send(weights, WEIGHTS) for link in self.others.values()]
         for worker in sorted(self.alive):
-            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait(self._bound))
+            self.guarded(worker, lambda link: link.send(weights, WEIGHTS).wait(self._bound))
             self.versions[worker] = self.steps
         for work in (*works, *arriving):
             work.wait()
@@ -276,26 +329,35 @@ class ServerEnd:
         if self.rank:
             return self.others[0].hear(ANSWER)[1]
         self._await(TELL)
-        mean = float("nan") if failed else sum(self.told.values()) / max(1, len(self.told))
+        self._check_alive("eval_step")
+        mean = float("nan") if failed else sum(self.told.values()) / len(self.told)
         self.told.clear()
+        self.rows.pop(OF_TELL, None)
         for worker in sorted(self.alive):
-            self._guarded(worker, lambda link: link.tell([TELL, mean], ANSWER).wait())
+            self.guarded(worker, lambda link: link.tell([TELL, mean], ANSWER).wait())
         for link in self.others.values():
             link.tell([TELL, mean], ANSWER).wait()
         return mean
 
     def close(self) -> None:
-        """Wait until all workers have said goodbye."""
-        for listener in self.listeners:
-            listener.join(timeout=launch.timeout_s())
+        """Wait until all workers that are not lost have said goodbye."""
+        until_s = time.monotonic() + launch.timeout_s()
+        while time.monotonic() < until_s and any(
+            self.listeners[w].is_alive() for w in self.alive - ranks.progress.lost
+        ):
+            time.sleep(CLOSING_POLL_S)
 
     # --- one message ---
 
     def _listen(self, worker: int) -> None:
         """Hand on what a worker says, until it says goodbye or ends."""
         try:
-            while (header := self.links[worker].hear())[0] != BYE:
+            while True:
+                header = self.links[worker].hear()
+                self.heard_s[worker] = time.monotonic()
                 self.heard.put((worker, header))
+                if header[0] == BYE:
+                    return
         except Exception as error:  # noqa: BLE001 - the main thread raises it
             self.heard.put((worker, error))
 
@@ -310,47 +372,81 @@ class ServerEnd:
         """Take one message of a worker; the loss of a push."""
         ranks.progress.enter(phase, waits=True)
         while True:
-            if self._is_held_up():
-                return None
             for worker in self.alive & ranks.progress.lost:
                 self._lose(worker, "it has ended")
                 return None
-            with suppress(queue.Empty):
+            try:
                 worker, header = self.heard.get(timeout=POLL_S)
-                if worker in self.alive:
-                    break
+            except queue.Empty:
+                if self._gave_up():
+                    return None
+                continue
+            if worker in self.alive:
+                break
         ranks.progress.enter("taking a push", waits=True)
         if isinstance(header, Exception):
             self._lose(worker, str(header))
-            return None
-        if header[0] != PUSH:
+        elif header[0] == BYE:
+            self._lose(worker, f"it left after {self.clocks[worker]} steps")
+        elif header[0] == PUSH:
+            return header[1] if self._pushed(worker, header) else None
+        elif header[0] == COUNT:
+            self.counts[worker] = header[1:]
+            self._answer_counts()
+        else:
             self.asked.setdefault(int(header[0]), set()).add(worker)
             if header[0] == TELL:
+                self._check_rows(worker, OF_TELL, header[3])
                 self.told[worker] = header[1]
-            return None
-        return header[1] if self._pushed(worker, header) else None
+        return None
+
+    def _answer_counts(self) -> None:
+        """Tell all workers their mean counts, when all have told theirs."""
+        if not self.counts or not self.alive <= self.counts.keys():
+            return
+        told = [self.counts[w] for w in sorted(self.alive)]
+        self.counts.clear()
+        means = [sum(of) / len(told) for of in zip(*told, strict=True)]
+        for worker in sorted(self.alive):
+            self.guarded(worker, lambda link: link.tell([COUNT, *means], ANSWER).wait())
+
+    def _check_rows(self, worker: int, key: int, rows: float) -> None:
+        """Raise `BatchError` where workers have different numbers of rows in a step."""
+        if (others := self.rows.setdefault(key, rows)) != rows:
+            raise BatchError(
+                f": rank {worker}, a worker, has {rows:.0f} rows where another has {others:.0f}",
+                place="batch",
+                legal="as many rows on all workers in a step",
+                way_out="pad or drop rows (drop_last=True of a DataLoader)",
+            )
 
     @property
     def _bound(self) -> timedelta:
         """Time that a message with a worker may take: less than the watchdog gives."""
         return timedelta(seconds=ranks.progress.allowed_s(launch.timeout_s()))
 
-    def _is_held_up(self) -> bool:
-        """Whether others wait for workers that have been silent for the timeout: they are lost."""
-        limit_s = ranks.progress.allowed_s(launch.timeout_s())
-        silent = self.alive - self.owed
-        if not (self.staleness and self.owed and silent) or ranks.progress.seconds < limit_s:
+    def _gave_up(self) -> bool:
+        """Give workers up that have been silent for the timeout while others waited for them;
+        whether there were any."""
+        waiting = self.alive & self.owed.union(self.counts, *self.asked.values())
+        if not self.staleness or not waiting:
             return False
-        for worker in sorted(silent):
-            self._lose(worker, f"silent for {ranks.progress.seconds:.0f} s")
-        return True
+        now_s = time.monotonic()
+        others_s = min(self.heard_s[w] for w in waiting)  # since when one of them waits
+        limit_s = ranks.progress.allowed_s(launch.timeout_s())
+        waited_s = {w: now_s - max(self.heard_s[w], others_s) for w in self.alive - waiting}
+        silent = {w: s for w, s in waited_s.items() if s >= limit_s}
+        for worker, s in sorted(silent.items()):
+            self._lose(worker, f"silent for {s:.0f} s")
+        return bool(silent)
 
     def _pushed(self, worker: int, header: Sequence[float]) -> bool:
         """Take the gradients of a push, and step with them; whether they came."""
         finite, present = bool(header[2]), header[SAID : SAID + len(self.part.parameters)]
+        self._check_rows(worker, self.clocks[worker], header[3])
         gradients = self.part.empty() if finite else None
         if gradients is not None:
-            arrived = self._guarded(
+            arrived = self.guarded(
                 worker, lambda link: link.receive(gradients, GRADIENTS).wait(self._bound)
             )
             if not arrived:
@@ -361,6 +457,8 @@ class ServerEnd:
                 Push(worker - min(self.links), self.clocks[worker], self.versions[worker])
             )
         self.clocks[worker] += 1
+        slowest = min(self.clocks[w] for w in self.alive)
+        self.rows = {c: rows for c, rows in self.rows.items() if c >= slowest or c == OF_TELL}
         self.owed.add(worker)
         if self.staleness:
             self._step(gradients, present)
@@ -403,9 +501,9 @@ class ServerEnd:
             self.owed.discard(worker)
             assert weights is not None
             self.versions[worker] = self.steps
-            self._guarded(worker, lambda link: link.send(weights, WEIGHTS).wait(self._bound))
+            self.guarded(worker, lambda link: link.send(weights, WEIGHTS).wait(self._bound))
 
-    def _guarded(self, worker: int, run: Callable[[Link], Any]) -> bool:
+    def guarded(self, worker: int, run: Callable[[Link], Any]) -> bool:
         """Run what needs a worker; whether it is there."""
         try:
             run(self.links[worker])
@@ -425,11 +523,17 @@ class ServerEnd:
                 way_out="its own output says why; plan with staleness from 1 to go on without it",
             )
         if worker in self.alive:
-            log.warning("rank %d, a worker, has ended (%s): the others go on", worker, reason)
+            if self.clocks[worker] < self.rounds or worker in self.owed:
+                log.warning("rank %d, a worker, has ended (%s): the others go on", worker, reason)
+            ranks.progress.lost |= {worker}
             self.alive.discard(worker)
             self.owed.discard(worker)
-            self.told.pop(worker, None)
+            for kept in (self.told, self.counts):
+                kept.pop(worker, None)
+            for asked in self.asked.values():
+                asked.discard(worker)
             self._answer()
+            self._answer_counts()
 
 
 # --- the running plan -----------------------------------------------------------------------------
@@ -479,15 +583,34 @@ class ServedRuntime(Runtime):
                 place="plan",
                 way_out=f"launch {of_all.num_ranks} ranks",
             )
-        super().__init__(checked, model, options=options, at_shape=at_shape)
         workers = of_all.num_ranks - of_all.servers
+
+        def at_other(shape: BatchShape, batch: Any) -> CheckedPlan:
+            assert at_shape is not None
+            return replace(at_shape(shape, batch), workers=workers)
+
+        super().__init__(
+            replace(checked, workers=workers),
+            model,
+            options=options,
+            at_shape=None if at_shape is None else at_other,
+        )
         self.serves = self.here < of_all.servers
         self.share = (max(0, self.here - of_all.servers), workers)
         seed = torch.tensor(self.seed, device=self.place.device)
         dist.broadcast(seed, src=0)
         self.seed = int(seed)
         self.batch_check = _Unchecked()
-        self.dirty = False
+        self.dirty, self.rows = False, 0  # of this worker's last batch
+        self.counts_together = not of_all.staleness  # targets, over workers
+        if any(stage.totals for stage in self.planned.stages.values()):
+            raise StateError(
+                ": this one reads totals of the batch (the sum of a mask), and a worker has those "
+                "of its own rows alone",
+                place="a model beside parameter servers",
+                legal="losses that count targets by ignore_index, or means over rows",
+                way_out="plan without servers, or give the loss ignored targets",
+            )
         self.end = self._connected()
         self.validation = _Drained(self)
         launch.farewells.append(self.part)
@@ -506,7 +629,8 @@ class ServedRuntime(Runtime):
         servers, held = self.of_all.servers, {p.value: p for p in self.stage_parameters}
         of = server_of(self.graph, servers)
         parts = [Part([held[v] for v, j in of.items() if j == k]) for k in range(servers)]
-        length = SAID + max(len(part.parameters) for part in parts)
+        losses = max(len(stage.losses) for stage in self.planned.stages.values())
+        length = max(SAID + max(len(part.parameters) for part in parts), 1 + losses)
         pairs = ranks.pair_groups(servers, "served")
         by_order = has_streams(self.place.device)
         ways = ranks.one_way_groups("gradients", "weights") if by_order else (None, None)
@@ -545,6 +669,7 @@ class ServedRuntime(Runtime):
         """A worker's step: pull, compute, push; its own loss. A server serves one round, and
         returns the mean of the losses that it was told."""
         assert optimizer is not None, "servers step it"
+        self._check_served(batch, local)
         self.dirty = True
         if isinstance(self.end, ServerEnd):
             follow(optimizer)
@@ -561,7 +686,7 @@ class ServedRuntime(Runtime):
             (observe or unobserved)(Phase.DELIVER, lambda: self._accumulate_grads(step))
             self.settle_buffers()
             loss = step.mean_loss(losses)
-            self.end.push(float(loss), finite=self.guard.skipped_steps == skipped)
+            self.end.push(float(loss), rows=self.rows, finite=self.guard.skipped_steps == skipped)
         self.steps += 1
         return with_backward_done(loss)
 
@@ -577,14 +702,35 @@ class ServedRuntime(Runtime):
                 way_out="load full_state_dict() into a model of its own, and run that",
             )
         self.validation.settle()
+        self._check_served(batch, options.get("local", False))
         if isinstance(self.end, ServerEnd):
             with ranks.progress.during("waiting for workers", waits=True):
                 return torch.tensor(self.end.mean()), self.planned
-        loss, step = super().evaluate(batch, **options)
-        return torch.tensor(self.end.mean(float(loss))).to(loss), step
+        counts_together, self.counts_together = self.counts_together, True
+        try:
+            loss, step = super().evaluate(batch, **options)
+        finally:
+            self.counts_together = counts_together
+        mean = self.end.mean(float(loss), self.rows)
+        return torch.tensor(mean).to(loss), step
+
+    def _run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
+        """Losses are divided by the mean count of targets over workers, where all wait for all."""
+        run = super()._run_stage(step, k, inputs)
+        if not run.counts or not self.counts_together or isinstance(self.end, ServerEnd):
+            return run
+        ranks.progress.enter("counting targets", waits=True)
+        return replace(run, counts=self.end.mean_counts(run.counts))
+
+    def _check_served(self, batch: Any, local: bool) -> None:
+        """Raise on a server, which reads no batch, what its workers raise for this one."""
+        if self.serves and not local:
+            self.planned.batches.shape(Given(self._checked(self.own_rows(batch), local), local))
 
     def _prepared(self, batch: Any, local: bool) -> tuple[Step, Given]:
-        return super()._prepared(batch if local else self.own_rows(batch), False)
+        own = batch if local else self.own_rows(batch)
+        self.rows = 0 if own is None else batch_rows(own)
+        return super()._prepared(own, False)
 
     def own_rows(self, batch: Any) -> Any:
         """This worker's rows of a global batch: those that it would have on a data axis."""
@@ -616,7 +762,7 @@ class ServedRuntime(Runtime):
 
     def on_first(self, run: Callable[[], T]) -> T | None:
         """`run()` on rank 0, for which the others wait; None on them. Collective; raises on all
-        ranks where it does."""
+        ranks what it does."""
         self.validation.settle()
         result, error = None, None
         try:
@@ -628,11 +774,43 @@ class ServedRuntime(Runtime):
                 told = self.end.mean(failed=error is not None)
             else:
                 told = self.end.mean(0.0)
-        if error is not None:
-            raise error
-        if math.isnan(told):
-            raise StateError("rank 0 failed to write", place="rank 0", way_out="it says why")
+            if error is not None:
+                self._tell_all(error)
+                raise error
+            if math.isnan(told):
+                raise self._told_by_first()
         return result
+
+    def _tell_all(self, error: Exception) -> None:
+        """Send an error of rank 0 to the others."""
+        assert isinstance(self.end, ServerEnd)
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - an error of any library
+            error = StateError(f"{type(error).__name__}: {error}", place="rank 0")
+        for link in self.end.others.values():
+            _send(error, link)
+        for worker in sorted(self.end.alive):
+            self.end.guarded(worker, lambda link: _send(error, link))
+
+    def _told_by_first(self) -> Exception:
+        """The error that rank 0 sends."""
+        end = self.end
+        error: Exception = _receive(end.others[0] if isinstance(end, ServerEnd) else end.links[0])
+        return error
+
+    def gathered(self, mine: T) -> list[T]:
+        """What each rank has, those that are lost but, on rank 0; nothing on others. Collective,
+        after a drain."""
+        end = self.end
+        if self.here:
+            _send(mine, end.others[0] if isinstance(end, ServerEnd) else end.links[0])
+            return []
+        assert isinstance(end, ServerEnd)
+        every = [mine, *(_receive(link) for link in end.others.values())]
+        for worker in sorted(end.alive):
+            end.guarded(worker, lambda link: every.append(_receive(link)))
+        return every
 
     @contextmanager
     def all_states(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
@@ -641,18 +819,34 @@ class ServedRuntime(Runtime):
             yield
             return
         if self.here:
-            states = {p.fqn: optimizer.state.get(p.api, {}) for p in self.end.part.parameters}
-            dist.send_object_list([states], dst=0, group=self.end.others[0].pair)
-        for link in self.end.others.values() if not self.here else ():
-            box: list[Any] = [None]
-            dist.recv_object_list(box, src=link.peer, group=link.pair)
-            by_name = {p.fqn: p.api for p in self.stage_parameters}
-            for fqn, state in box[0].items():
-                optimizer.state[by_name[fqn]] = state
+            for p in self.end.part.parameters:
+                self._send_state(optimizer.state.get(p.api, {}))
+        for rank, link in self.end.others.items() if not self.here else ():
+            for p in self.end.parts[rank].parameters:
+                optimizer.state[p.api] = self._received_state(link)
         try:
             yield
         finally:
             self.keep_own(optimizer)
+
+    def _send_state(self, state: Mapping[str, Any]) -> None:
+        """Send the states of a tensor to rank 0, one after the other through the host."""
+        assert isinstance(self.end, ServerEnd)
+        link = self.end.others[0]
+        tensors = {k: x for k, x in state.items() if isinstance(x, torch.Tensor)}
+        shapes = {k: (x.shape, x.dtype) for k, x in tensors.items()}
+        _send((shapes, {k: x for k, x in state.items() if k not in tensors}), link)
+        for x in tensors.values():
+            dist.send(x.detach().cpu().contiguous(), dst=link.peer, group=link.pair)
+
+    @staticmethod
+    def _received_state(link: Link) -> dict[str, Any]:
+        """The states of a tensor that a server sends, on the host."""
+        shapes, state = _receive(link)
+        for name, (shape, dtype) in shapes.items():
+            state[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(state[name], src=link.peer, group=link.pair)
+        return dict(state)
 
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Let go of the states of tensors that others keep."""
@@ -660,3 +854,13 @@ class ServedRuntime(Runtime):
         mine = {id(p.api) for p in parameters}
         for p in [p for p in optimizer.state if id(p) not in mine]:
             del optimizer.state[p]
+
+
+def _send(value: Any, link: Link) -> None:
+    dist.send_object_list([value], dst=link.peer, group=link.pair)
+
+
+def _receive(link: Link) -> Any:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=link.peer, group=link.pair)
+    return box[0]

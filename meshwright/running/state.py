@@ -206,6 +206,16 @@ class State(PlannedModel):
         runtime = self.runtime
         return runtime.on_first(write) if isinstance(runtime, ServedRuntime) else write()
 
+    def _same_extra(self, extra: Any) -> Callable[[], Any]:
+        """What gives the objects to save: beside servers rank 0's, or SavedError where those of
+        others have other states. Collective; what it gives is called on rank 0."""
+        runtime = self.runtime
+        if not isinstance(runtime, ServedRuntime) or extra is None:
+            return lambda: extra
+        states, found = checkpoint.compared_states(extra)
+        every = runtime.gathered(found)
+        return lambda: checkpoint.same_states(states, every)
+
     @checked_booleans
     def save_checkpoint(
         self,
@@ -232,9 +242,12 @@ class State(PlannedModel):
         self._check_optimizer(optimizer)
         held, runtime = self._held(optimizer), self.runtime
         states = runtime.all_states(held) if isinstance(runtime, ServedRuntime) else nullcontext()
+        same = self._same_extra(extra)
         with states:
             self._saving = self._written(
-                lambda: checkpoint.save(runtime, path, held, extra=extra, asynchronous=asynchronous)
+                lambda: checkpoint.save(
+                    runtime, path, held, extra=same(), asynchronous=asynchronous
+                )
             )
         self._saving = self._saving or Saving(thread=None)
         return self._saving

@@ -217,7 +217,8 @@ class Steps(PlannedModel):
         """Steps whose gradients were not finite on some rank: they left `.grad` as it was, None
         after `zero_grad()`, so that an optimizer does nothing. (After
         `zero_grad(set_to_none=False)` it still applies momentum and weight decay.)"""
-        return self.runtime.guard.skipped_steps
+        runtime = self._going_on if self.plan.is_served else self.runtime  # no rank waits there
+        return runtime.guard.skipped_steps
 
 
 def check_step(optimizer: Any, max_grad_norm: Any) -> None:

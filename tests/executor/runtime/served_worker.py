@@ -1,4 +1,5 @@
-"""A rank of a plan with parameter servers, one worker of which fails in its third step.
+"""A rank of a plan with parameter servers, one worker of which fails in its third step (or one
+of two servers: `server`).
 
     served_worker.py <fault> <staleness> <folder>
 
@@ -30,14 +31,15 @@ def fails(fault: str) -> None:
 
 
 def train(fault: str, staleness: int, folder: Path) -> None:
-    run = Run(workers=3, staleness=staleness, steps=STEPS)
+    servers = 2 if fault == "server" else 1
+    run = Run(servers=servers, workers=4 - servers, staleness=staleness, steps=STEPS)
     result, optimizer = run.start()
     end = runtime_of(result).end
     if isinstance(end, ServerEnd):
         end.record = []
     for step in range(STEPS):
-        if launch.rank() == FAILING and step == 2:
-            fails(fault)
+        if launch.rank() == (1 if fault == "server" else FAILING) and step == 2:
+            fails("kill" if fault == "server" else fault)
         result.train_step(run.batch(step), optimizer=optimizer)
     loss = float(result.eval_step(run.batch(0)))
     state = {name: x.tolist() for name, x in result.full_state_dict().items()}
@@ -48,5 +50,10 @@ def train(fault: str, staleness: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with launch.distributed("gloo"):
-        train(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    given = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    if given[0] == "unstopped":  # a script that starts ranks, and doesn't stop them
+        launch.start("gloo")
+        train(*given)
+    else:
+        with launch.distributed("gloo"):
+            train(*given)

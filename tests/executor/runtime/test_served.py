@@ -4,7 +4,7 @@ synchronous ones as a ring does; with staleness they go on without a worker that
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright import ParallelModel, auto_parallelize
+from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.served import Push, ServedRuntime, ServerEnd
 from meshwright.planner.plan.check import fingerprint
@@ -40,6 +41,7 @@ class Run:
     steps: int = STEPS
     tied: bool = False
     sleeps: tuple[float, ...] = ()
+    loss: Callable[..., torch.Tensor] = tiny.loss
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class Run:
             tiny.host(self.ranks),
             example_inputs=tiny.batch(4),
             global_batch_size=ROWS * self.workers,
-            loss_fn=tiny.loss,
+            loss_fn=self.loss,
             plan=self.plan(),
             profile=False,
             allow=["stale"],
@@ -342,6 +344,140 @@ def test_a_checkpoint_has_the_states_of_all_servers(tmp_path: Path, servers: int
     assert losses == pytest.approx([wanted, wanted], rel=1e-5)
 
 
+# --- targets, mistakes ----------------------------------------------------------------------------
+
+
+def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that is no mean, and grows with the batch."""
+    return 0.01 * nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+
+
+def masked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over flags, whose number is a total of the batch."""
+    kept = (targets >= 0).float()
+    of_tokens = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    return (of_tokens * kept.flatten()).sum() / kept.sum()
+
+
+def uneven(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch with ignored targets, most of them of the last worker."""
+    ids, targets = run.batch(0)
+    targets = targets.clone()
+    targets[: run.workers * ROWS // 2, 4:] = -100
+    targets[run.workers * ROWS // 2 :, 1:] = -100
+    return ids, targets
+
+
+def ignoring(run: Run) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Weights after a step, each rank's loss of it and of an evaluation before."""
+    result, optimizer = run.start()
+    found = [float(result.eval_step(uneven(run)))]
+    found.append(float(result.train_step(uneven(run), optimizer=optimizer)))
+    state = result.full_state_dict()
+    runtime_of(result).part()
+    every: list[Any] = [None] * run.ranks
+    torch.distributed.all_gather_object(every, found)
+    return state, [x[0] for x in every], [x[1] for x in every]
+
+
+LOSSES = (
+    Run(steps=1), Run(steps=1, servers=2, microbatches=2), Run(steps=1, loss=summed),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("run", LOSSES, ids=["one", "two servers", "summed"])
+def test_ignored_targets_weigh_as_on_one_device(run: Run) -> None:
+    state, evaluated, losses = on_ranks(run.ranks, ignoring, run)
+    model = tiny.net()
+    optimizer = run.made(model.parameters())
+    ids, targets = uneven(run)
+    loss = run.loss(model(ids), targets)
+    loss.backward()
+    optimizer.step()
+    assert_near(state, {n: x.detach() for n, x in model.named_parameters()})
+    wanted = float(loss.detach())
+    assert evaluated == pytest.approx([wanted] * run.ranks, rel=1e-5)
+    workers = losses[run.servers :]
+    assert [*losses[: run.servers], sum(workers) / len(workers)] == pytest.approx(
+        [wanted] * (run.servers + 1), rel=1e-5
+    )
+
+
+def refused(run: Run) -> str:
+    try:
+        run.start()[0].state_dict()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_over_totals_of_the_batch_is_refused() -> None:
+    said = on_ranks(3, refused, Run(loss=masked))
+    assert "reads totals of the batch" in said
+
+
+@dataclass
+class Kept:
+    """An object with a state."""
+
+    value: int
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.value = state["value"]
+
+
+def mistaken(run: Run, folder: Path) -> list[list[str]]:
+    """What each rank raises for mistakes, one after the other, with a step between."""
+    result, optimizer = run.start()
+    said = list[str]()
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+            said.append("")
+        except Exception as error:  # noqa: BLE001 - compared by the test
+            said.append(f"{type(error).__name__}: {error}")
+        result.train_step(run.batch(0), optimizer=optimizer)
+
+    bad = tiny.batch(ROWS * run.workers - 1)
+    attempt(lambda: result.train_step(bad, optimizer=optimizer))
+    attempt(lambda: result.eval_step(bad))
+    attempt(lambda: result.save_checkpoint("/proc/none/here", optimizer))
+    own = Kept(launch.rank())
+    attempt(lambda: result.save_checkpoint(folder / "own", optimizer, extra={"own": own}))
+    same = Kept(7)
+    attempt(lambda: result.save_checkpoint(folder / "same", optimizer, extra={"same": same}))
+    same.value = 0
+    result.load_checkpoint(folder / "same", optimizer, extra={"same": same})
+    if launch.rank() == 0:
+        said.append(str(result.skipped_steps + same.value))  # asked for by one rank alone
+    result.train_step(run.batch(0), optimizer=optimizer)
+    runtime_of(result).part()
+    every: list[Any] = [None] * run.ranks
+    torch.distributed.all_gather_object(every, said)
+    return every
+
+
+def test_mistakes_are_raised_on_all_ranks_which_go_on(tmp_path: Path) -> None:
+    run = Run(servers=2, optimizer="adamw")
+    first, *others = on_ranks(run.ranks, mistaken, run, tmp_path)
+    assert first.pop() == "7"
+    assert others == [first] * 3
+    train, evaluate, written, own, same = first
+    assert train == evaluate
+    assert "BatchError: batch: 2 workers don't share 7 rows out" in train
+    assert "/proc/none" in written
+    assert "extra=['own'] differs between ranks" in own
+    assert not same
+
+
 # --- a worker that fails --------------------------------------------------------------------------
 
 WORKER = Path(__file__).with_name("served_worker.py")
@@ -420,3 +556,19 @@ def test_a_straggler_stops_others_at_the_bound_alone() -> None:
         server_s, fast_s, slow_s = on_ranks(3, ends, Run(staleness=staleness, steps=6))
         assert min(server_s, slow_s) >= SLEEP_S
         assert (fast_s >= SLEEP_S) is waits, fast_s
+
+
+def test_a_script_that_just_ends_ends_in_order(tmp_path: Path) -> None:
+    run, found = failing("unstopped", 1, tmp_path)
+    assert run.ok, run.tail()
+    assert sorted(found) == [0, 1, 2, 3]
+
+
+@second_tier("an error of a worker's end is kept")
+def test_a_dead_server_ends_all_which_say_so(tmp_path: Path) -> None:
+    run, found = failing("server", 1, tmp_path)
+    assert [bool(rank.returncode) for rank in run.ranks] == [True] * 4
+    assert not found
+    said = "".join(rank.stderr for rank in run.ranks)
+    assert "rank 1, a server, has ended" in said
+    assert "go on without it" not in said
