@@ -98,8 +98,9 @@ NOT_AWAY = HostParts()
 
 
 # how an optimizer steps: when all gradients are there; by stages that don't wait for each other,
-# and may undo it; or each parameter within the backward, as its gradient is whole
-Stepping: TypeAlias = Literal["at_end", "validated", "in_backward"]
+# and may undo it; each parameter within the backward, as its gradient is whole; or with gradients
+# of an earlier step, whose backwards the pipeline left to this one
+Stepping: TypeAlias = Literal["at_end", "validated", "in_backward", "stale"]
 
 
 class Parts(NamedTuple):

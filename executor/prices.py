@@ -14,6 +14,7 @@ Work of the host is counted beside: a part of an operator's for a view, which ha
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -111,9 +112,15 @@ class Prices:
         """Seconds of a message between two ranks, while all of a node send as much to others."""
         node = self.cluster.devices_per_node
         crosses = source // node != target // node
-        concurrent = node if crosses else 1
+        concurrent, pool = node if crosses else 1, self.cluster.pool_devices
         return float(
-            kernels.p2p_time(nbytes, self.cluster, crosses_node=crosses, concurrent=concurrent)
+            kernels.p2p_time(
+                nbytes,
+                self.cluster,
+                crosses_node=crosses,
+                concurrent=concurrent,
+                over_pools=pool if source // pool != target // pool else 0,
+            )
         )
 
 
@@ -125,7 +132,9 @@ def _group(cluster: Cluster, ranks: tuple[int, ...]) -> kernels.Group:
     per_node = min(places.count(place) for place in set(places))
     spans = len(set(places)) > 1
     concurrent = max(1, node // per_node) if spans else 1
-    return kernels.Group(size=len(ranks), per_node=per_node, concurrent=concurrent)
+    pools = Counter(rank // cluster.pool_devices for rank in ranks)
+    over = max(1, cluster.pool_devices // min(pools.values())) if len(pools) > 1 else 0
+    return kernels.Group(size=len(ranks), per_node=per_node, concurrent=concurrent, over_pools=over)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ def arguments_of(said: Configuration) -> dict[str, Any]:
     if optimizer := values.get("optimizer"):
         given["optimizer"] = optimizer
     named = ((name, DECISIONS[name]) for name in values.keys() & DECISIONS.keys())
-    given["allow"] = [n for n, d in named if d.allowed == "numbers" and d.uses(values[n])]
+    given["allow"] = [d.word for n, d in named if d.allowed == "numbers" and d.uses(values[n])]
     return given
 
 

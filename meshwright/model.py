@@ -9,7 +9,7 @@ import torch
 from meshwright.arguments import check_margin, check_types
 from meshwright.decisions import Decision, one_at_a_time
 from meshwright.executor.checkpoint import hand_over, take_over
-from meshwright.executor.errors import OptimizerError
+from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
@@ -57,6 +57,8 @@ class ParallelModel(Steps, Evaluation, State):
         self.without_servers("replan")
         model, cluster = self._traced.model, self._problem.cluster
         check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
+        if self._runtime is not None:
+            self._runtime.check_drained("replan")
         if isinstance(optimizer, WholeTensors):
             raise OptimizerError(
                 " steps whole tensors at owners of this plan",
@@ -75,6 +77,14 @@ class ParallelModel(Steps, Evaluation, State):
         )
         decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         new = ParallelModel(decision, self._problem, request, self._traced)
+        if self._runtime is not None and (self.plan.outer_loop or new.plan.outer_loop):
+            raise StateError(
+                ": of replicas that train apart, no weights pass to a new plan in memory",
+                place="replan",
+                legal="plans without an outer loop, while ranks are running",
+                way_out="save_checkpoint(path, optimizer), auto_parallelize anew, and "
+                "load_checkpoint(path, optimizer)",
+            )
         if self._monitor is not None:
             self._monitor.close()
         if self._runtime is not None and not new._why_not:
@@ -118,6 +128,13 @@ class ParallelModel(Steps, Evaluation, State):
         can't be written is a warning: the factors hold in this process.
         """
         self.without_servers("recalibrate")
+        if self.plan.outer_loop is not None:
+            raise StateError(
+                ": steps of replicas that train apart are not those of one plan of all ranks",
+                place="recalibrate",
+                legal="a plan without an outer loop",
+                way_out="train with plan.of_one_replica on the ranks of one, and recalibrate there",
+            )
         recalibration = recalibrated(
             self.plan, self._problem, self.monitor, self.runtime.place.device
         )
@@ -147,7 +164,7 @@ class ParallelModel(Steps, Evaluation, State):
         self.without_servers("rehearse")
         rehearsal = rehearse_plan(
             self._checked(),
-            self._problem,
+            self._problem_of_one,
             self._traced,
             optimizer=optimizer,
             every=every,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.apart import best_apart
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, check_units, in_tf32, made_now
 from meshwright.executor.ranks import launch
@@ -59,7 +60,7 @@ def search_plan(
     decision `before`. Raises `OverrideError` and `InfeasibleError`."""
     programs = before.programs if isinstance(before, SearchedPlan) else None
     _check(problem, request)
-    return launch.agree_on(lambda: _searched(problem, request, phases_s, programs))
+    return launch.agree_on(lambda: _of_any_replicas(problem, request, phases_s, programs))
 
 
 def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan:
@@ -73,10 +74,29 @@ def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan
     there = replace(problem, cluster=cluster, profile=profile, tf32=False)
     there = in_tf32(there) if request.tf32 else there
     _check(there, request)
-    return launch.agree_on(lambda: _searched(there, request, {}, None).plan)
+    return launch.agree_on(lambda: _of_any_replicas(there, request, {}, None).plan)
+
+
+def _of_any_replicas(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    programs: BlockPrograms | None,
+) -> Decision:
+    """The best plan, of one replica or of several that train apart."""
+
+    def search(of: Problem, asked: Request) -> Decision:
+        if of is not problem:  # of a replica, which has no servers
+            asked = replace(asked, overrides=replace(asked.overrides, servers=0))
+            _check(of, asked)
+        return _searched(of, asked, phases_s, programs if of is problem else None)
+
+    return best_apart(problem, request, search)
 
 
 def _check(problem: Problem, request: Request) -> None:
+    if (request.overrides.replicas or 1) > 1:  # of each replica, when it is searched
+        return
     check_overrides(
         request.overrides,
         num_devices=workers_of(problem, request),

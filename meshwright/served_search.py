@@ -60,7 +60,7 @@ def best_served(
 ) -> Decision:
     """The best plan, with parameter servers where they are asked for, or allowed and faster than
     the best one without (`unserved`)."""
-    asked, word = request.overrides.servers, DECISIONS["servers"].allowed_by
+    asked, word = request.overrides.servers, DECISIONS["servers"].word
     if asked:
         return served_plan(problem, request, phases_s)
     if asked == 0 or word not in problem.allow:
@@ -138,7 +138,7 @@ def _check(problem: Problem, request: Request) -> None:
 def _priced(problem: Problem, request: Request) -> Iterator[Evaluation]:
     """Priced plans with servers."""
     asked, cluster = request.overrides, problem.cluster
-    word = DECISIONS["staleness"].allowed_by
+    word = DECISIONS["staleness"].word
     late = [asked.staleness] if asked.staleness is not None else [0, STALE]
     if asked.staleness is None and (word not in problem.allow or asked.servers):
         late = [0]

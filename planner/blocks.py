@@ -26,11 +26,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op, class_hash
-from meshwright.costmodel.operators import is_per_row, op_flops
 from meshwright.costmodel.rules import inside_experts
 from meshwright.costmodel.sharding import FactorTable
+from meshwright.planner.branches import branch_starts, branches_of, op_work
 
-ROWS = 8  # at which work is compared, so that the cuts are the same for any batch
 DOMINANT = 0.5  # a container instance with a larger share of the work is opened
 HEAVY = 1.5  # a part outside containers with more than this times an instance's work is cut
 MAX_BLOCKS = 16  # that a model without repeats is cut into
@@ -48,17 +47,30 @@ def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) ->
         sizes = itertools.accumulate((len(b.ops) for b in like.blocks), initial=0)
         starts = dict(zip(sizes, (b.name for b in like.blocks), strict=False))
         return dataclasses.replace(graph, blocks=blocks_from(graph, starts))
-    work = [_work(graph, factors, op) for op in graph.ops]
+    work = [op_work(graph, factors, op) for op in graph.ops]
     starts = _container_starts(graph, work) or structural_starts(graph, work)
     inside = inside_experts(graph.ops)  # copies of tokens come home before a block ends
     starts = {at: name for at, name in starts.items() if at not in inside}
+    if begins := branch_starts(graph, work):
+        apart = _with_branches(graph, starts, begins)
+        whole = dataclasses.replace(graph, blocks=blocks_from(graph, apart))
+        starts = apart if branches_of(whole, factors) else starts
     return dataclasses.replace(graph, blocks=blocks_from(graph, starts))
 
 
-def _work(graph: Graph, factors: FactorTable, op: Op) -> float:
-    """FLOPs of an operator's forward on `ROWS` rows."""
-    flops = op_flops(factors, op)
-    return flops / graph.batch_size * ROWS if is_per_row(factors, op) else flops
+def _with_branches(
+    graph: Graph, starts: Mapping[int, str], begins: Sequence[int]
+) -> dict[int, str]:
+    """`starts`, with those of the model's branches, so that no block is of two."""
+    apart = dict(starts)
+    for k, (start, stop) in enumerate(itertools.pairwise(begins)):
+        if start not in apart:
+            name = _outside_name(graph, graph.ops[start:stop]) or f"branch.{k}"
+            before = max((at for at in apart if at < start), default=start)
+            if apart.get(before) == name:  # of what is no longer in it
+                apart[before] = "tail"
+            apart[start] = name
+    return apart
 
 
 def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 ZERO = (0, 1, 2, 3)
 # axes from the innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
+OUTER_BITS = (32, 8)  # of what replicas send when they meet
+SYNC_EVERY = 100  # steps between meetings where nothing is said
 OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # parts that may lie off devices
 
 
@@ -34,18 +37,19 @@ class Decision:
 
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
     number from 0 to 1, of some no more (`within`) than of another, why, `sizes` (a list of whole
-    numbers from 1, in an override perhaps how many there are), or else whole numbers from 1. `off`
-    does without it. A plan file has it, where it is `written`, in a stage, its mesh or the plan
-    itself, `always` or unless it is off; what is `beside` another, with that one, without which it
-    is nothing. It `acts` on the whole plan, a stage or a block; all but the first may be given by
-    block. `of_devices`: it counts some of the cluster's devices.
+    numbers from 1, in an override perhaps how many there are), or else whole numbers from 1, or
+    from 0 where that is `off`. `off` does without it. A plan file has it, where it is `written`, in
+    a stage, its mesh, the plan itself or its outer loop, `always` or unless it is off; what is
+    `beside` another, with that one, without which it is nothing. It `acts` on the whole plan, a
+    stage or a block; all but the first may be given by block. `of_devices`: it counts some of the
+    cluster's devices.
 
     Whole numbers are from `least` on.
 
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
-    `allowed`: it is left out unless the user allows it, and refused in a given plan where it
-    changes a training's numbers; by its name, or the `permission` that several have in common.
+    `allowed`: it is left out unless the user allows it by its `permission`, its own name where
+    that is empty, and refused in a given plan where it changes a training's numbers.
     `of_train_step`: it is priced for that alone.
 
     Of the data axis: `shared` gives a stage's value from its sharing and the number of ranks that
@@ -65,7 +69,7 @@ class Decision:
     sizes: bool = False
     off: Any = 1
     acts: Literal["plan", "stage", "block"] = "stage"
-    written: Literal["", "mesh", "stage", "plan"] = ""
+    written: Literal["", "mesh", "stage", "plan", "outer_loop"] = ""
     always: bool = False
     beside: str = ""
     of_devices: bool = False
@@ -73,7 +77,6 @@ class Decision:
     named: Callable[[], Iterable[tuple[str, Any]]] = tuple
     allowed: Literal["", "numbers", "steps"] = ""
     permission: str = ""
-    least: int = 1
     of_train_step: bool = False
     shared: Callable[[Sharing, int], Any] | None = None
     zeros: tuple[int, ...] = ()
@@ -93,9 +96,14 @@ class Decision:
         return self.off is False
 
     @property
-    def allowed_by(self) -> str:
-        """The name that allows it."""
+    def word(self) -> str:
+        """The name by which it is allowed."""
         return self.permission or self.name
+
+    @property
+    def least(self) -> int:
+        """The least of whole numbers."""
+        return 0 if type(self.off) is int and self.off == 0 else 1
 
     def uses(self, value: Any) -> bool:
         """Whether a value is another one than `off`, or None."""
@@ -163,7 +171,7 @@ class Contradiction:
 
     An override may be something else in a plan (an `hpz` of as many ranks as ZeRO divides among is
     none), or may be planned but not run: then the row is of plans alone (`given`), or of overrides
-    and plans that run (`priced`).
+    and plans that run (`priced`). It holds `unless` another decision is used.
     """
 
     a: str
@@ -173,6 +181,11 @@ class Contradiction:
     legal: str
     given: bool = True
     priced: bool = True
+    unless: str = ""
+
+    def holds(self, value: Callable[[str], Any]) -> bool:
+        """Whether it does, by the values of decisions, None where they are free."""
+        return not (self.unless and DECISIONS[self.unless].uses(value(self.unless)))
 
 
 def divisors(n: int) -> list[int]:
@@ -206,6 +219,11 @@ def _compressed_line(stages: Sequence[str]) -> str:
     return f"gradients by {kinds}" if kinds else ""
 
 
+def _staleness_line(steps: Sequence[int]) -> str:
+    late = max(steps, default=0)
+    return f"gradients {late:,} step{'s' * (late > 1)} late" if late else ""
+
+
 def _servers_line(counts: Sequence[int]) -> str:
     return "".join(f"{n} parameter server{'s' * (n > 1)}" for n in counts if n)
 
@@ -221,6 +239,10 @@ def _slices_line(sizes: Sequence[Sequence[int]]) -> str:
     return "".join(f"in {len(s)} slices of {_span(min(s), max(s))} tokens" for s in sizes if s)
 
 
+def _branches_line(depths: Sequence[Sequence[int]]) -> str:
+    return "".join("branches apart" for of_stages in depths if of_stages)
+
+
 def _span(least: int, most: int) -> str:
     return f"{least:,} to {most:,}" if least < most else f"{most:,}"
 
@@ -233,6 +255,10 @@ def _segments_line(sizes: Sequence[int]) -> str:
 def _most(text: str, counts: Sequence[int | None]) -> str:
     most = max(filter(None, counts), default=None)
     return text.format(most) if most else ""
+
+
+def _several(counts: Sequence[int]) -> list[int]:
+    return [n for n in counts if n > 1]
 
 
 def offloaded(stages: Sequence[Mapping[str, float]]) -> str:
@@ -268,6 +294,11 @@ _TABLE = (
         "slices", "token slices in which a micro-batch goes through the pipeline: how many, or the "
         "tokens of each", sizes=True, off=(), acts="plan", written="plan", forbidden=True,
         of_train_step=True, line=_slices_line,
+    ),
+    Decision(
+        "branches", "branches of the model on device groups of their own, at the same time: how "
+        "many, or how many groups each stage is from the end", sizes=True, off=(), acts="plan",
+        written="plan", forbidden=True, of_train_step=True, line=_branches_line,
     ),
     Decision(
         "schedule", "pipeline schedule", legal=SCHEDULES.keys(), off=None, acts="plan",
@@ -311,13 +342,13 @@ _TABLE = (
         line=_compressed_line,
     ),
     Decision(
-        "staleness", "steps by which a gradient may be late; needs --allow stale", least=0, off=0,
-        acts="plan", written="plan", allowed="numbers", permission="stale", of_train_step=True,
-        line=lambda late: "".join(f"up to {n:,} step{'s' * (n > 1)} late" for n in late if n),
+        "staleness", "steps by which gradients may come late; needs --allow stale, or to be asked "
+        "for", off=0, acts="plan", written="plan", forbidden=True, allowed="numbers",
+        permission="stale", of_train_step=True, line=_staleness_line,
     ),
     Decision(
-        "servers", "ranks, the first ones, that keep and step the weights for all others", least=0,
-        off=0, acts="plan", written="plan", allowed="steps", permission="stale",
+        "servers", "ranks, the first ones, that keep and step the weights for all others", off=0,
+        acts="plan", written="plan", allowed="steps", permission="stale",
         of_train_step=True, line=_servers_line,
     ),
     Decision(
@@ -356,12 +387,36 @@ _TABLE = (
         off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,
         line=lambda stepped: "optimizer in the backward" * any(stepped),
     ),
+    Decision(
+        "replicas",
+        "replicas of the model that train apart and meet in an outer Nesterov step on their mean "
+        "(DiLoCo); free, with --allow replicas, as many as pay",
+        acts="plan", written="outer_loop", always=True, allowed="numbers",
+        of_train_step=True, line=lambda counts: _most("{} replicas", _several(counts)),
+    ),
+    Decision(
+        "sync_every", "steps from one meeting of replicas to the next; 100 where it is free",
+        off=None, acts="plan", written="outer_loop", always=True,
+        line=lambda steps: _most("meeting every {} steps", steps),
+    ),
+    Decision(
+        "outer_bits", "bits of what replicas send of each weight when they meet",
+        legal=OUTER_BITS, off=OUTER_BITS[0], acts="plan", written="outer_loop",
+        line=lambda bits: _most("in {} bits", [n for n in bits if n != OUTER_BITS[0]]),
+    ),
+    Decision(
+        "fragments", "parts of the weights that meet one after the other (Streaming DiLoCo)",
+        acts="plan", written="outer_loop",
+        line=lambda parts: _most("in {} fragments", _several(parts)),
+    ),
 )  # fmt: skip
 
 _BY_NAME = {d.name: d for d in _TABLE}
 DECISIONS: Mapping[str, Decision] = MappingProxyType(_BY_NAME)
 BY_BLOCK = tuple(d.name for d in _TABLE if d.by_block)
 SHARING = tuple(d for d in _TABLE if d.shared)  # how states are shared out
+# how replicas meet, the first being how many there are
+OUTER_LOOP = tuple(d.name for d in _TABLE if d.written == "outer_loop")
 MESH = tuple(d.name for d in _TABLE if d.by_block and d.of_devices and not d.shared)
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {d.name: d.legal for d in _TABLE if d.legal}
@@ -394,7 +449,7 @@ def _forbids(schedules: tuple[str, ...]) -> Mapping[str, tuple[str, tuple[Any, .
 
 # decisions that change a training's numbers, or want its steps made by
 # `train_step(..., optimizer=)`: left out unless the user allows them by this name
-ALLOWABLE = tuple(dict.fromkeys(d.allowed_by for d in _TABLE if d.allowed))
+ALLOWABLE = tuple(dict.fromkeys(d.word for d in _TABLE if d.allowed))
 # decisions by which an optimizer steps otherwise than at the end, each with the way
 STEPPINGS: Mapping[str, Stepping] = MappingProxyType(
     {"post_validation": "validated", "optimizer_in_backward": "in_backward"}
@@ -417,6 +472,40 @@ def _of_copies(other: str, clash: Callable[[Any], Any], legal: str) -> Contradic
         "it runs two copies of the model in opposite directions",
         f"{legal}, or a schedule with one copy (1f1b, zb_v, dualpipe_v)",
     )
+
+
+def _of_branches() -> Iterator[Contradiction]:
+    """Contradictions of branches that lie apart."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("pp", lambda pp: pp == 1, "there is one device group", "pp from 2"),
+        ("virtual_stages", lambda v: v > 1, "stages of one device run as one", "virtual_stages=1"),
+        (
+            "schedule",
+            lambda name: not SCHEDULES[name].branched,
+            "its order is that of stages which follow each other",
+            ", ".join(name for name, s in SCHEDULES.items() if s.branched),
+        ),
+        (
+            "slices",
+            lambda sizes: slices_in(sizes) > 1,
+            "slices go through stages that follow each other",
+            "slices=1",
+        ),
+        (
+            "post_validation",
+            bool,
+            "device groups that begin together have no early forwards to wait behind",
+            "post_validation=False",
+        ),
+    )
+    for other, clash, why, legal in ruled_out:
+        yield Contradiction(
+            "branches", other, partial(_if_apart, clash), why, f"{legal}, or branches=1"
+        )
+
+
+def _if_apart(clash: Callable[[Any], Any], branches: Any, value: Any) -> Any:
+    return slices_in(branches) > 1 and clash(value)
 
 
 def _of_slices(other: str, clash: Callable[[Any], Any], why: str, legal: str) -> Contradiction:
@@ -452,8 +541,10 @@ def _of_one_pass() -> Iterator[Contradiction]:
 
 
 def not_in_fp16(name: str) -> str:
-    """Why fp16 can't have a decision; empty where it can."""
-    clashes = (one.why for one in CONTRADICTIONS if (one.a, one.b) == (name, "precision"))
+    """Why fp16 can't have a decision, or what is allowed by its name; empty where it can."""
+    names = [d.name for d in _TABLE if name in (d.name, d.word)]
+    rows = (one for one in CONTRADICTIONS if one.a in names and one.b == "precision")
+    clashes = (one.why for one in rows)
     return next(clashes, "")
 
 
@@ -500,6 +591,47 @@ def _of_compressed() -> Iterator[Contradiction]:
         )  # fmt: skip
 
 
+def _of_stale() -> Iterator[Contradiction]:
+    """Contradictions of schedules without a flush, and of gradients that come late."""
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        ("pp", lambda pp: pp == 1, "on one device group there is no flush to save", "pp from 2"),
+        ("virtual_stages", lambda v: v > 1, "stages of a device would end apart", "one stage each"),
+        ("slices", lambda x: slices_in(x) > 1, "backwards left over are whole ones", "no slices"),
+        ("zero", lambda z: z > 1, "shards of two steps' gradients would be one", "zero 0 or 1"),
+        ("cp", lambda cp: cp > 1, "the context axis is not tried with it", "cp=1"),
+        ("ep", lambda ep: ep > 1, "experts that are shared out are not tried with it", "ep=1"),
+        ("compressed", lambda x: x != "none", "the next gradients would make up for errors of an "
+         "earlier step", "compressed='none'"),
+        ("offload", _away, "there is one version of what lies in host memory", "all on devices"),
+        ("post_validation", bool, "no step waits for a common end", "post_validation=False"),
+        ("optimizer_in_backward", bool, "a backward's weights are of an earlier step",
+         "optimizer_in_backward=False"),
+        ("precision", lambda x: x == "fp16", "gradients would have the scale of another step",
+         "precision bf16 or fp32"),
+    )  # fmt: skip
+    keys: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+        ("schedule", lambda name: not SCHEDULES[name].flushes, "a schedule with a flush, as 1f1b"),
+        ("staleness", bool, "staleness=0"),
+    )
+    for (key, used, without), (other, clash, why, legal) in product(keys, ruled_out):
+        yield Contradiction(
+            key, other, partial(_if_used, used, clash), why, f"{legal}, or {without}",
+            given=other != "precision", unless=_LATE_TO.get(key, ""),
+        )  # fmt: skip
+    yield Contradiction(
+        "staleness", "schedule",
+        lambda steps, schedule: bool(steps) is SCHEDULES[schedule].flushes,
+        "gradients come late where no step flushes the pipeline", f"0 with one of {_FLUSHING}, "
+        f"more with one of {_LATE}", unless=_LATE_TO["staleness"],
+    )  # fmt: skip
+
+
+def _if_used(
+    used: Callable[[Any], bool], clash: Callable[[Any], Any], value: Any, other: Any
+) -> Any:
+    return used(value) and clash(other)
+
+
 def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
     return how != "none" and clash(value)
 
@@ -519,6 +651,20 @@ def _of_servers() -> Iterator[Contradiction]:
         ("post_validation", bool, "the servers step, at each push", "post_validation=False"),
         ("optimizer_in_backward", bool, "the servers step", "optimizer_in_backward=False"),
         ("precision", lambda x: x == "fp16", "its loss scale is one of all ranks", "bf16, fp32"),
+        (
+            "schedule",
+            lambda name: not SCHEDULES[name].flushes,
+            "a worker is no pipeline",
+            _FLUSHING,
+        ),
+        ("slices", lambda sizes: slices_in(sizes) > 1, "a worker is no pipeline", "slices=1"),
+        ("branches", lambda depths: slices_in(depths) > 1, whole, "branches=1"),
+        (
+            "replicas",
+            lambda n: n > 1,
+            "replicas that train apart sum gradients within",
+            "replicas=1",
+        ),
     )
     for other, clash, why, legal in ruled_out:
         yield Contradiction(
@@ -550,7 +696,11 @@ def _away(parts: Any) -> bool:
     return any(parts.values())
 
 
-_WHOLE_BACKWARD = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
+# what gradients are late to where no pipeline is left unflushed, by the decision
+_LATE_TO: Mapping[str, str] = MappingProxyType({"staleness": "servers"})
+_LATE = ", ".join(name for name, s in SCHEDULES.items() if not s.flushes)
+_FLUSHING = ", ".join(name for name, s in SCHEDULES.items() if s.flushes)
+_WHOLE_BACKWARD = ", ".join(n for n, s in SCHEDULES.items() if s.flushes and not s.splits_backward)
 _PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
 _SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
 
@@ -568,13 +718,16 @@ CONTRADICTIONS = (
         "post_validation", "offload", lambda validated, parts: validated and _away(parts),
         "states are undone on devices", _PIPELINE,
     ),
+    Contradiction(
+        "fragments", "sync_every", lambda parts, steps: parts > 1 and steps and steps % parts,
+        "each meets so many steps after the one before: their quotient",
+        "a divisor of sync_every",
+    ),
     *_of_one_pass(),
     *_of_compressed(),
+    *_of_branches(),
+    *_of_stale(),
     *_of_servers(),
-    Contradiction(
-        "staleness", "servers", lambda late, servers: late and not servers,
-        "without parameter servers no gradient is late", "servers from 1, or staleness=0",
-    ),
     _of_slices(
         "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
         "zero 0 to 2",

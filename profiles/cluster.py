@@ -41,6 +41,8 @@ _SLICE_S = 3e-3  # a thread runs so long before Linux gives its core to another 
 class Cluster:
     """Equal nodes of equal devices; `intra_link` is per rank, `inter_link` a node's NICs together.
 
+    Nodes lie in `num_pools` equal pools (sites, buildings) that follow each other: `pool_link` is
+    what all nodes of a pool together have to other pools, one direction.
     `host` is each node's memory beside its devices', None where nothing is known of it: then
     nothing is moved there. `assumptions` are sentences for the report about numbers that are
     neither measured nor published. Frozen, hashable and equal by value.
@@ -55,6 +57,8 @@ class Cluster:
     backend: str
     assumptions: tuple[str, ...] = ()
     host: Host | None = None
+    num_pools: int = 1
+    pool_link: Link | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_TEXT:
@@ -70,10 +74,41 @@ class Cluster:
                 place=what,
                 legal=f"up to {MAX_DEVICES} devices",
             )
+        self._check_pools(what)
         if self.backend not in (backends := ("nccl", "gloo")):
             raise ClusterError(
                 f" is {shown(self.backend)}", place=f"{what}: backend", legal=backends
             )
+
+    def _check_pools(self, what: str) -> None:
+        check_whole(f"{what}: num_pools", self.num_pools, most=MAX_DEVICES)
+        if self.num_nodes % self.num_pools:
+            raise ClusterError(
+                f" is {self.num_pools}, of {self.num_nodes} nodes",
+                place=f"{what}: num_pools",
+                legal=f"a divisor of {self.num_nodes}: pools have as many nodes each",
+            )
+        if (self.pool_link is None) != (self.num_pools == 1):
+            raise ClusterError(
+                f" is {'missing' if self.pool_link is None else 'given'}, with num_pools = "
+                f"{self.num_pools}",
+                place=f"{what}: pool_link",
+                legal="a link between pools where there are several, and there alone",
+                way_out="give [pool_link] beside num_pools, or leave out both",
+            )
+
+    @property
+    def pool_devices(self) -> int:
+        """Devices of one pool."""
+        return self.num_devices // self.num_pools
+
+    def on_nodes(self, num_nodes: int) -> Cluster:
+        """The cluster with so many nodes, the first of them if these are fewer: in pools as they
+        are where they divide the number, else in one."""
+        pools, rest = divmod(num_nodes, self.num_nodes // self.num_pools)
+        if rest or pools <= 1 or self.num_pools == 1:
+            return dataclasses.replace(self, num_nodes=num_nodes, num_pools=1, pool_link=None)
+        return dataclasses.replace(self, num_nodes=num_nodes, num_pools=pools)
 
     @property
     def measured(self) -> bool:
@@ -155,9 +190,10 @@ class Cluster:
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """A cluster from a TOML file: `base` (a catalog name) and whatever differs from it.
 
-        Keys: base, name, num_nodes, devices_per_node; tables [device] (peak_flops is a sub-table),
-        [intra_link], [inter_link], [host] with the catalog's keys, each quantity with its unit
-        (`cluster_file.py`). A curve is a number or an array of [x, y] pairs. Raises ValueError.
+        Keys: base, name, num_nodes, devices_per_node, num_pools; tables [device] (peak_flops is a
+        sub-table), [intra_link], [inter_link], [pool_link], [host] with the catalog's keys, each
+        quantity with its unit (`cluster_file.py`). A curve is a number or an array of [x, y] pairs.
+        Raises ValueError.
         """
         place = Path(path)
         data = read_toml(place, error=ClusterError)
@@ -172,7 +208,8 @@ class Cluster:
             if table in data:
                 where = f"{place} [{table}]"
                 given = changes_of(table, data[table], where)
-                changes[table] = _override(getattr(cluster, table), given, where)
+                base = cluster.inter_link if table == "pool_link" else getattr(cluster, table)
+                changes[table] = _override(base, given, where)
         assumptions = cluster.assumptions + tuple(
             f"{place.name}: {key} = {value} replaces the catalog's"
             for table in TABLES
@@ -207,16 +244,23 @@ class Cluster:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, field by field; a curve is a number or a list of [x, y]."""
         fields: dict[str, Any] = _plain(self)
+        if self.num_pools == 1:
+            del fields["num_pools"], fields["pool_link"]
         return fields
 
     def describe(self) -> str:
         """One line for people."""
-        device, dtype = self.device, self.device.fastest
+        device, dtype, pools = self.device, self.device.fastest, ""
+        if self.pool_link is not None:
+            pools = (
+                f"{self.num_pools} pools with {self.pool_link.bandwidth / 1e9:.3g} GB/s between, "
+            )
         return (
             f"{self.name}: {self.num_nodes} x {self.devices_per_node} {device.name} "
             f"({device.memory_bytes / 2**30:.0f} GiB, {device.flops(dtype) / 1e12:.4g} TFLOP/s "
             f"{dtype}), {self.intra_link.bandwidth / 1e9:.3g} GB/s per rank inside a node, "
-            f"{self.inter_link.bandwidth / 1e9:.3g} GB/s per node between nodes, {self.backend}"
+            f"{self.inter_link.bandwidth / 1e9:.3g} GB/s per node between nodes, "
+            f"{pools}{self.backend}"
         )
 
 

@@ -31,9 +31,9 @@ from meshwright.profiles.hardware.units import EXAMPLES, UNITS, in_si, written
 from meshwright.profiles.inputs import ClusterError, shown
 from meshwright.profiles.inputs.limits import is_number
 
-PLAIN = ("base", "name", "num_nodes", "devices_per_node")
+PLAIN = ("base", "name", "num_nodes", "devices_per_node", "num_pools")
 TABLES: Mapping[str, type] = MappingProxyType(
-    {"device": Device, "intra_link": Link, "inter_link": Link, "host": Host}
+    {"device": Device, "intra_link": Link, "inter_link": Link, "pool_link": Link, "host": Host}
 )
 # of a curve of fractions, what it is over: a quantity, or a number of things
 _OVER = MappingProxyType(
@@ -333,6 +333,7 @@ def schema(names: Sequence[str]) -> dict[str, Any]:
             "name": {"type": "string", "minLength": 1},
             "num_nodes": count,
             "devices_per_node": count,
+            "num_pools": count,
             **tables,
         },
     }

@@ -28,7 +28,11 @@ def _of_models(module: str, function: str) -> str:
 
 
 PICTURES: Mapping[str, Callable[[], str]] = {
-    **{f"schedule-{name}": partial(pipelines.timeline, name) for name in SCHEDULES},
+    **{
+        f"schedule-{name}": partial(pipelines.timeline, name)
+        for name, record in SCHEDULES.items()
+        if record.flushes
+    },
     "schedule-colours": pipelines.timeline_legend,
     "in-flight": pipelines.in_flight,
     "all-reduce": prices.all_reduce,

@@ -18,13 +18,20 @@ from meshwright.costmodel.kernels.collectives import Group, bytes_sent, exchange
 from meshwright.costmodel.memory import fixed_bytes, frozen_bytes, model_states, optimizer_named
 from meshwright.costmodel.mesh import Batch, Mesh, Stepping
 from meshwright.costmodel.operators import Pricer, Problem, Setting, matrices_of
-from meshwright.costmodel.schedules import SCHEDULES, Pipeline, build_schedule, moments, simulate
+from meshwright.costmodel.schedules import (
+    SCHEDULES,
+    Pipeline,
+    build_schedule,
+    moments,
+    simulate_step,
+)
 from meshwright.costmodel.schedules.schedule import SENDS
 from meshwright.costmodel.sharding import R
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.sums import LATER
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, FSDP, MEGATRON
+from meshwright.planner.plan.plan import OuterLoop
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
 from meshwright.planner.pricing.segment_costs import segment_recompute
 from meshwright.profiles.cluster import Cluster
@@ -143,6 +150,21 @@ def by_servers(staleness: int, column: str, workers: int = 3) -> Measured:
         return symbols, [2 * priced.served.sent.sent_bytes, priced.served.link_bytes]
     beside = NODES.device.reserved_bytes + costs.communicator_bytes
     return symbols, [costs.kept_bytes, priced.served.server_bytes - beside]
+
+
+def apart(column: str, bits: int = 32) -> Measured:
+    """What a rank sends to other replicas in a step, or what its host keeps for them."""
+    graph, factors = traced()
+    loop, cluster = OuterLoop(replicas=2, sync_every=10, outer_bits=bits), NODES
+    inner = plan_for(graph, dp=8, tp=1, global_batch_size=8, num_microbatches=1, precision="bf16")
+    problem = Problem(graph=graph, factors=factors, cluster=cluster, precision="bf16")
+    priced = Evaluator(problem).price(inner.repeated(loop))
+    numel = graph.num_parameters()
+    symbols: dict[str, float] = {"Psi": numel, "n": 8, "R": 2, "H": 10}
+    assert priced.meeting is not None
+    if column == "volume":
+        return symbols, [priced.meeting.sent_bytes / loop.sync_every]
+    return symbols, [priced.prediction.host_memory_bytes[0] / 8]
 
 
 def kept_of_tokens(name: str) -> Measured:
@@ -376,12 +398,33 @@ def pipelined(
         return symbols, [sum(one.action in SENDS for one in streams[1]) / slices]
     if column == "memory":
         most = max(sum(x.active) + sum(x.put_off) for held in moments(of) for x in held)
-        return symbols, [most * of.record.copies / each / slices]
-    step = simulate(streams, [times(f, i + w, weight=w)] * of.num_stages, edges)
+        weights = [] if of.record.flushes else [float(of.versions(0))]
+        return symbols, [most * of.record.copies / each / slices, *weights]
+    step = simulate_step(of, streams, [times(f, i + w, weight=w)] * of.num_stages, edges)
     if column == "seconds":
         return {**symbols, "K": m / p}, [step.pipeline_s - ideal_s, step.period_s - ideal_s]
     took_s = step.period_s if of.record.staggered else step.pipeline_s
     return symbols, [(took_s - ideal_s) / ideal_s]
+
+
+def branched(column: str, *, m: int = 16, b: int = 2, p: int = 5) -> Measured:
+    """Branches of equal stages before a trunk, each stage on a group of its own, under 1F1B."""
+    of_branch = (p - 1) // b
+    depths = (*range(1 + of_branch, 1, -1),) * b + (1,)
+    of = Pipeline("1f1b", p, m, p, depths=depths, groups=tuple(range(p)))
+    chains = [(*range(k * of_branch, (k + 1) * of_branch), p - 1) for k in range(b)]
+    edges = dict.fromkeys((edge for chain in chains for edge in pairwise(chain)), 0.0)
+    streams, (f, i, w) = build_schedule(of, edges), GENERAL
+    symbols = {"p": p, "b": b, "m": m, "A": 1.0}
+    if column == "volume":
+        return symbols, [sum(one.action in SENDS for one in streams[of_branch - 1])]
+    if column == "memory":
+        return symbols, [max(sum(x.active) for held in moments(of) for x in held)]
+    step, ideal_s = (
+        simulate_step(of, streams, [times(f, i + w, weight=w)] * p, edges),
+        m * (f + i + w),
+    )
+    return symbols, [(step.pipeline_s - ideal_s) / ideal_s]
 
 
 BUBBLES = (FOLDER.parent / "decides" / "schedules.md").read_text(encoding="utf-8")
@@ -470,6 +513,9 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
             ("Asynchronous SGD (Downpour)", 2**31),
         )
     },
+    "Local SGD": {column: partial(apart, column) for column in ("volume", "memory")},
+    "DiLoCo": {column: partial(apart, column) for column in ("volume", "memory")},
+    "Streaming DiLoCo": {column: partial(apart, column, 8) for column in ("volume", "memory")},
     "ZeRO-1": {"volume": ZERO_1, "memory": partial(states, 1)},
     "Weight-update sharding": {"volume": ZERO_1, "memory": partial(states, 1)},
     "Distributed optimizer (Megatron)": {
@@ -530,7 +576,12 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
             ("Interleaved 1F1B", "interleaved_1f1b", GENERAL), ("ZB-H2", "zb_h2", GENERAL),
             ("ZB-V", "zb_v", EVEN), ("DualPipeV", "dualpipe_v", EVEN),
             ("DualPipe", "dualpipe", EVEN), ("Chimera", "chimera", GENERAL),
+            ("PipeDream-2BW", "pipedream_2bw", GENERAL),
         )
+    },
+    "PipeDream": {
+        column: partial(pipelined, "pipedream", column, m=1)
+        for column in ("volume", "memory", "bubble")
     },
     **{
         words: {
@@ -540,6 +591,9 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
         for words, name in (
             ("TeraPipe", "gpipe"), ("Seq1F1B", "1f1b"), ("SlimPipe", "interleaved_1f1b"),
         )
+    },
+    "GraphPipe (branches apart)": {
+        column: partial(branched, column) for column in ("volume", "memory", "bubble")
     },
     "Mixture of experts, unsplit": {
         "volume": partial(exchanged, "dp4 m2", 1, 4), "memory": partial(held_experts, "dp4 m2", 1),

@@ -43,6 +43,10 @@ pipe is filled once; with the latency and the bytes of both ways, fill = sqrt(la
 
 A group that holds p ranks of a node uses its whole share of the NICs: all of them divided by the
 groups that use them at the same time, and no more than its own ranks can drive.
+
+Where nodes lie in pools, a group that reaches over them has one more leg: what it sends from one
+pool to another in one direction, at the bandwidth between pools over the groups that share it, and
+that link's latency at each border between pools in place of the nodes'.
 """
 
 from __future__ import annotations
@@ -66,11 +70,13 @@ GLOO_ISSUES = 50.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`size` ranks, `per_node` of them on a node; `concurrent` such groups share a node's NICs."""
+    """`size` ranks, `per_node` of them on a node; `concurrent` such groups share a node's NICs, and
+    `over_pools` the link between pools; 0 where it lies in one."""
 
     size: int
     per_node: int
     concurrent: int = 1
+    over_pools: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.size:
@@ -97,7 +103,20 @@ def group_for(cluster: Cluster, *, size: int, stride: int) -> Group:
             f"{cluster.num_devices}",
             way_out="give a smaller group, or a cluster of more devices",
         )
-    return _worst_group(cluster.num_devices, cluster.devices_per_node, size, stride)
+    worst = _worst_group(cluster.num_devices, cluster.devices_per_node, size, stride)
+    if cluster.num_pools == 1 or worst.nodes == 1:
+        return worst
+    over = _over_pools(cluster.num_devices, cluster.pool_devices, size, stride)
+    return dataclasses.replace(worst, over_pools=over)
+
+
+@cache
+def _over_pools(num_devices: int, pool_devices: int, size: int, stride: int) -> int:
+    """The most of the groups that tile the cluster which reach out of one pool."""
+    first = np.arange(num_devices // (size * stride))[:, None] * (size * stride) + np.arange(stride)
+    pools = (first.reshape(-1, 1) + np.arange(size) * stride) // pool_devices
+    touched = [np.unique(row) for row in pools[pools[:, 0] != pools[:, -1]]]
+    return int(np.bincount(np.concatenate(touched)).max()) if touched else 0
 
 
 @cache
@@ -136,9 +155,12 @@ def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) ->
     return min((route.seconds(nbytes) for route in routes(kind, group, cluster)), default=0.0)
 
 
-def p2p_time(nbytes: float, cluster: Cluster, *, crosses_node: bool, concurrent: int = 1) -> float:
-    """Seconds to send `nbytes` to one rank, while `concurrent` ranks of the node send as much."""
-    return _p2p_route(cluster, crosses_node, concurrent).seconds(nbytes)
+def p2p_time(
+    nbytes: float, cluster: Cluster, *, crosses_node: bool, concurrent: int = 1, over_pools: int = 0
+) -> float:
+    """Seconds to send `nbytes` to one rank, while `concurrent` ranks of the node send as much, and
+    `over_pools` of its pool to another one."""
+    return _p2p_route(cluster, crosses_node, concurrent, over_pools).seconds(nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +213,13 @@ def routes(kind: str, group: Group, cluster: Cluster) -> tuple[Route, ...]:
 
 
 @cache
-def _p2p_route(cluster: Cluster, crosses_node: bool, concurrent: int) -> Route:
+def _p2p_route(cluster: Cluster, crosses_node: bool, concurrent: int, over_pools: int) -> Route:
     link = cluster.inter_link if crosses_node else cluster.intra_link
-    pair = Group(size=2, per_node=1, concurrent=concurrent)
+    pair = Group(size=2, per_node=1, concurrent=concurrent, over_pools=over_pools)
     leg = _network_leg(1.0, pair, cluster) if crosses_node else _node_leg(1.0, 2, link)
-    return Route(launch_s=_launch_s(cluster), latency_s=link.latency_s, legs=(leg,))
+    latency_s = link.latency_s if not over_pools else _pool_link(cluster).latency_s
+    legs = (leg, *_pool_legs(1.0, pair, cluster))
+    return Route(launch_s=_launch_s(cluster), latency_s=latency_s, legs=legs)
 
 
 def _launch_s(cluster: Cluster) -> float:
@@ -206,17 +230,22 @@ def _launch_s(cluster: Cluster) -> float:
 def _ring(sent: float, group: Group, cluster: Cluster, *, rounds: int) -> Route:
     size, nodes, per_node = group.size, group.nodes, group.per_node
     borders = 0 if nodes == 1 else nodes if per_node > 1 else nodes - 1
-    hops_s = _hops_s(cluster, inside=size - 1 - borders, between=borders)
+    over = min(borders, _pools(group, cluster))
+    hops_s = _hops_s(cluster, inside=size - 1 - borders, between=borders, over=over)
     legs = [_node_leg(sent, per_node, cluster.intra_link)] if per_node > 1 else []
     if nodes > 1:
         legs.append(_network_leg(sent, group, cluster))
+    legs += _pool_legs(sent, group, cluster)
     return Route(launch_s=_launch_s(cluster), latency_s=rounds * hops_s, legs=legs)
 
 
 def _tree(group: Group, cluster: Cluster) -> Route:
-    hops_s = _hops_s(cluster, inside=group.per_node - 1, between=_tree_depth(group.nodes))
+    depths, pools = _tree_depth(group.nodes), _pools(group, cluster)
+    over = _tree_depth(pools) if pools else 0
+    hops_s = _hops_s(cluster, inside=group.per_node - 1, between=depths, over=over)
     legs = [_node_leg(2.0, group.per_node, cluster.intra_link)] if group.per_node > 1 else []
     legs.append(_network_leg(_tree_share(group.nodes), group, cluster))
+    legs += _pool_legs(_tree_share(pools), group, cluster)
     return Route(launch_s=_launch_s(cluster), latency_s=2 * hops_s, legs=legs, pipe=True)
 
 
@@ -227,7 +256,10 @@ def _switch(group: Group, cluster: Cluster) -> Route:
     legs = [Leg(share=share, bandwidth=link.switch_bandwidth, efficiency=FULL)]
     if group.nodes > 1:
         legs.append(_network_leg(_tree_share(group.nodes), group, cluster))
-    hops_s = link.switch_latency_s + _hops_s(cluster, inside=0, between=_tree_depth(group.nodes))
+        legs += _pool_legs(_tree_share(_pools(group, cluster)), group, cluster)
+    depths, pools = _tree_depth(group.nodes), _pools(group, cluster)
+    over = _tree_depth(pools) if pools else 0
+    hops_s = link.switch_latency_s + _hops_s(cluster, inside=0, between=depths, over=over)
     return Route(launch_s=_launch_s(cluster), latency_s=2 * hops_s, legs=legs, pipe=True)
 
 
@@ -242,8 +274,11 @@ def _direct(group: Group, cluster: Cluster) -> Route:
         leg = _network_leg(leaving, group, cluster)
         fraction = cluster.inter_link.direct_efficiency
         legs.append(dataclasses.replace(leg, bandwidth=leg.bandwidth * fraction))
+    if pools := _pools(group, cluster):
+        legs += _pool_legs((pools - 1) / pools**2, group, cluster)
     # Posts are not round trips: they follow each other at the pace of the link inside the node.
-    hops_s = _hops_s(cluster, inside=size - 1, between=int(group.nodes > 1))
+    between = int(group.nodes > 1)
+    hops_s = _hops_s(cluster, inside=size - 1, between=between, over=min(1, pools))
     return Route(launch_s=_launch_s(cluster), latency_s=hops_s, legs=legs)
 
 
@@ -262,8 +297,34 @@ def _network_leg(share: float, group: Group, cluster: Cluster) -> Leg:
     return Leg(share=share / ranks, bandwidth=bandwidth, efficiency=link.efficiency)
 
 
-def _hops_s(cluster: Cluster, *, inside: int, between: int) -> float:
-    return inside * cluster.intra_link.latency_s + between * cluster.inter_link.latency_s
+def _pools(group: Group, cluster: Cluster) -> int:
+    """Pools that a group reaches over; 0 where it lies in one."""
+    return min(cluster.num_pools, group.nodes) if group.over_pools else 0
+
+
+def _pool_link(cluster: Cluster) -> Link:
+    assert cluster.pool_link is not None
+    return cluster.pool_link
+
+
+def _pool_legs(share: float, group: Group, cluster: Cluster) -> list[Leg]:
+    """`share` of the tensor that a group sends from one pool to another; none where it lies in
+    one."""
+    if not group.over_pools:
+        return []
+    link = _pool_link(cluster)
+    bandwidth = link.bandwidth / group.over_pools
+    if link.per_rank_bandwidth is not None:
+        bandwidth = min(bandwidth, link.per_rank_bandwidth)
+    return [Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)]
+
+
+def _hops_s(cluster: Cluster, *, inside: int, between: int, over: int = 0) -> float:
+    """Latency of so many messages inside nodes and between them, `over` of these between pools."""
+    hops_s = inside * cluster.intra_link.latency_s + between * cluster.inter_link.latency_s
+    if over:
+        hops_s += over * (_pool_link(cluster).latency_s - cluster.inter_link.latency_s)
+    return hops_s
 
 
 def _tree_share(nodes: int) -> float:
@@ -332,7 +393,12 @@ def exchange_seconds(
     inside_s = collective_time("all_to_all", near * nbytes, inside, cluster)
     if nodes == 1:
         return inside_s
-    between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
+    between = Group(
+        size=nodes,
+        per_node=1,
+        concurrent=per_node * group.concurrent,
+        over_pools=per_node * group.over_pools,
+    )
     return max(
         collective_time("all_to_all", far * nbytes, between, cluster),
         inside_s,

@@ -36,14 +36,22 @@ def send_seconds(
     ends = tuple(source), tuple(destination)
     if not nbytes or ends[0] == ends[1]:
         return 0.0
-    node = cluster.devices_per_node
+    node, pool = cluster.devices_per_node, cluster.pool_devices
     crosses = crosses_node(*ends, node)
+    leaves = cluster.num_pools > 1 and crosses_node(*ends, pool)
     parts = tp if target.scatter_sends else 1
-    if profile and (timing := profile.collective("p2p", nbytes / parts, 2, 1 if crosses else 2)):
+    if (
+        profile
+        and not leaves
+        and (timing := profile.collective("p2p", nbytes / parts, 2, 1 if crosses else 2))
+    ):
         seconds = timing[0]
     else:
         concurrent = max(packed(side, node) for side in ends)
-        seconds = p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
+        over = max(packed(side, pool) for side in ends) if leaves else 0
+        seconds = p2p_time(
+            nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent, over_pools=over
+        )
     gathering = group_for(cluster, size=parts, stride=1)
     seconds += collective_time("all_gather", nbytes, gathering, cluster)
     return seconds * (profile.correction(linked(MESSAGES, crosses=crosses)) if profile else 1.0)

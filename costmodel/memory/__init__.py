@@ -14,6 +14,7 @@ from meshwright.costmodel.memory.states import (
     ModelStates,
     fixed_bytes,
     frozen_bytes,
+    late_bytes,
     model_states,
     working_bytes,
 )

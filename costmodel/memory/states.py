@@ -121,6 +121,23 @@ def fixed_bytes(
     return weights, numel * kept * (weight_bytes < kept) + moments[0]
 
 
+def late_bytes(
+    numel: A,
+    held: A,
+    *,
+    weight_bytes: int,
+    kept: int,
+    whole: bool,
+    versions: int = 2,
+    waiting: int = 1,
+) -> A:
+    """Bytes beside those of a stage that is flushed, of trained parameters of which a rank steps
+    `held` elements: `versions` of the weights that forwards under way have read, a copy of what is
+    stepped too where that is what is computed with (`whole`), and gradients of `waiting` steps."""
+    copies = versions - 1 + (whole and versions > 1 and weight_bytes == kept)
+    return copies * weight_bytes * numel + waiting * kept * held
+
+
 def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:
     """Bytes of so many elements of a frozen parameter, divided among `shards` or whole."""
     stored = (meta.stored or meta.dtype).itemsize

@@ -138,7 +138,13 @@ def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: S
     """Sends to the next rank of the axis, of which all but the last hide behind the scores."""
     n, group = setting.mesh.cp, setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
     crosses = group.per_node < group.size
-    send_s = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
+    send_s = p2p_time(
+        nbytes,
+        setting.cluster,
+        crosses_node=crosses,
+        concurrent=group.concurrent,
+        over_pools=group.over_pools,
+    )
     hiding = (n - 1) / n if setting.cluster.device.kind != "cpu" else 0.0
     sends_s = calls * send_s
     exposed = max(0.0, sends_s - hiding * beside_s)

@@ -114,6 +114,11 @@ class Setting:
         return self.stepping == "validated"
 
     @property
+    def late(self) -> bool:
+        """Whether gradients are of an earlier step, so that weights come in versions."""
+        return self.stepping == "stale"
+
+    @property
     def in_backward(self) -> bool:
         """Whether each parameter is stepped as its gradient is whole."""
         return self.stepping == "in_backward"
@@ -162,6 +167,7 @@ class Setting:
             size=size,
             per_node=min(size, near * rows.per_node),
             concurrent=max(1, rows.concurrent // near),
+            over_pools=-(-rows.over_pools // near),
         )
 
     @property
@@ -216,7 +222,8 @@ class Setting:
         the steps that ran with collectives of its component: the tensor axis' or others."""
         crosses = group.per_node < group.size
         profile, source = self.profile, "modelled"
-        timing = profile.collective(kind, nbytes, group.size, group.per_node) if profile else None
+        measured = profile if not group.over_pools else None  # within one pool
+        timing = measured.collective(kind, nbytes, group.size, group.per_node) if measured else None
         if timing:
             seconds, source = timing
         else:

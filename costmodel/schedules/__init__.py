@@ -16,6 +16,7 @@ from meshwright.costmodel.schedules.schedule import (
     Streams,
     backward_follows_forward,
     build_schedule,
+    unrolled,
 )
 from meshwright.costmodel.schedules.simulate import (
     Event,
@@ -27,6 +28,7 @@ from meshwright.costmodel.schedules.simulate import (
     simulate,
     step_times,
 )
+from meshwright.costmodel.schedules.steady import simulate_steady, simulate_step
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
     Pipeline,

@@ -6,7 +6,7 @@ backward is split, its first half leaves what the second one needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -63,7 +63,8 @@ def moments(
 def fewest_alike(pipeline: Pipeline) -> Pipeline:
     """The pipeline of fewest micro-batches that has the same moments."""
     count, each = pipeline.num_microbatches, pipeline.round
-    ends = [pipeline.most_in_flight(k) for k in (0, pipeline.num_stages - 1)]
+    at = range(pipeline.num_stages) if pipeline.depths else (0, pipeline.num_stages - 1)
+    ends = [pipeline.most_in_flight(k) for k in at]
     # the schedules repeat themselves, in rounds
     warm = 5 * each
     if (most := max(filter(None, ends), default=None)) is not None:
@@ -81,7 +82,7 @@ def in_flight(pipeline: Pipeline, stage: int) -> int:
     if not 0 <= stage < count:
         raise ScheduleError(f"stage={stage}: a pipeline of {count} has 0..{count - 1}")
     if (most := pipeline.most_in_flight(stage)) is not None:
-        return min(most, m)
+        return min(most, m) if pipeline.record.flushes else most
     device = pipeline.device_of[stage]
     at = placed[device].index(stage)
     return max(one.active[at] + one.put_off[at] for one in moments(pipeline)[device])
@@ -102,17 +103,25 @@ def _moments(
 ) -> tuple[tuple[Moment, ...], ...]:
     streams: list[Sequence[Compute | Instruction]] = []
     streams += compute_orders(pipeline) if edges is None else build_schedule(pipeline, edges)
+    m = 0 if pipeline.record.flushes else pipeline.num_microbatches
     return tuple(
-        tuple(_highest(_followed(stages, stream)))
+        tuple(_highest(_followed({k: pipeline.left(k) for k in stages}, stream, m)))
         for stages, stream in zip(pipeline.placed, streams, strict=True)
     )
 
 
-def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) -> Iterator[Moment]:
-    active, put_off = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    done, begun = dict.fromkeys(stages, False), dict.fromkeys(stages, False)
+def _followed(
+    left: Mapping[int, int], stream: Sequence[Compute | Instruction], m: int
+) -> Iterator[Moment]:
+    """The moments of a stream, which begins with micro-batches `left` to it by the step before,
+    whose steps of `m` end apart."""
+    stages = [*left]
+    active, put_off = dict(left), dict.fromkeys(stages, 0)
+    done = {k: (-n) % m > 0 if m else False for k, n in left.items()}
+    begun = dict(done)
     receives = [_message(i) for i in stream if i.action in RECEIVES]
-    ends = {i.stage: i.microbatch for i in stream if i.action in _LAST}
+    ending = (i for i in stream if i.action in _LAST and (not m or i.microbatch % m == m - 1))
+    ends = {i.stage: i.microbatch for i in ending}
     taken, posted, sending = 0, list[Message](), list[Message]()
     for instruction in stream:
         action, stage = instruction.action, instruction.stage
@@ -146,6 +155,8 @@ def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) ->
             put_off[stage] -= 1
         if action in _LAST:
             done[stage] = True
+        if m and instruction.microbatch % m == m - 1:
+            done[stage] = begun[stage] = False
 
 
 def _message(instruction: Compute | Instruction) -> Message:

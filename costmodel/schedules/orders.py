@@ -22,12 +22,13 @@ the slices but one (Seq1F1B).
 
 Sources: GPipe, arXiv 1811.06965; 1F1B (PipeDream-Flush), 2006.09503; eager 1F1B, 2211.05322;
 interleaved, 2104.04473; Chimera, 2107.06925; ZB-H1, ZB-H2 and ZB-V, 2401.10241; DualPipe,
-2412.19437, of which DualPipeV is one half; slices: TeraPipe, 2102.07988, Seq1F1B, 2406.03488.
+2412.19437, of which DualPipeV is one half; slices: TeraPipe, 2102.07988, Seq1F1B, 2406.03488;
+without a flush: PipeDream, 1806.03377, PipeDream-2BW, 2006.09503.
 """
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -70,6 +71,10 @@ class DeviceOrder:
         self.backwards: Counter[int] = Counter()
         self.awaiting_weight: deque[tuple[int, int]] = deque()  # (stage, micro-batch), I done
 
+    def backward_of(self, stage: int, microbatch: int) -> None:
+        """B of a micro-batch; below 0 it is of an earlier step."""
+        self.computes.append(Compute(Action.BACKWARD, stage, microbatch))
+
     def forward(self, stage: int, *, overlapped: bool = False) -> None:
         self.computes.append(Compute(Action.FORWARD, stage, self.forwards[stage], overlapped))
         self.forwards[stage] += 1
@@ -92,6 +97,15 @@ class DeviceOrder:
         """F of one stage and B of the other, overlapped."""
         self.forward(forward, overlapped=True)
         self.backward(backward)
+
+
+def of_all(computes: Iterable[Compute], stages: Sequence[int]) -> Iterator[Compute]:
+    """The computes of a device whose `stages` run as one: forwards in their order, backwards the
+    other way."""
+    for compute in computes:
+        forward = compute.action is Action.FORWARD
+        for stage in stages if forward else reversed(stages):
+            yield compute._replace(stage=stage)
 
 
 def _alternate(
@@ -138,6 +152,14 @@ def interleaved_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, 
 def round_of(p: int, slices: int) -> int:
     """Slices after which orders repeat themselves: p, or more that are whole micro-batches."""
     return math.ceil(p / slices) * slices
+
+
+def pipedream(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    """1F1B without an end: behind each F the B of the micro-batch that went through p-1-d ago, the
+    first ones of which are of earlier steps."""
+    for k in range(m):
+        order.forward(stages[0])
+        order.backward_of(stages[0], k - (p - 1 - d))
 
 
 def _alternate_split(order: DeviceOrder, stage: int, m: int, *, warmup: int, delay: int) -> None:

@@ -15,7 +15,7 @@ matches messages by order, not by tag.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -46,6 +46,7 @@ class Instruction:
     `peer` is the stage at the other end of a send or receive, and None for everything else.
     `overlapped` marks a FORWARD that runs together with the BACKWARD next in the stream.
     REDUCE_GRADIENTS carries the micro-batch whose backward it follows, the last of its stage.
+    Micro-batches below 0 are of earlier steps, -1 the last of the step before.
     """
 
     action: Action
@@ -114,15 +115,18 @@ def _build(pipeline: Pipeline, edges: frozenset[tuple[int, int]], paired: bool) 
             destinations[source].append(destination)
     if not paired:
         orders = tuple(tuple(c._replace(overlapped=False) for c in order) for order in orders)
-    return Streams(tuple(_stream(order, sources, destinations)) for order in orders)
+    count = 0 if pipeline.record.flushes else pipeline.num_microbatches
+    return Streams(tuple(_stream(order, sources, destinations, count)) for order in orders)
 
 
 def _stream(
     order: Sequence[Compute],
     sources: Sequence[Sequence[int]],
     destinations: Sequence[Sequence[int]],
+    count: int,
 ) -> Iterator[Instruction]:
-    """Each compute after the receives that it needs, before the sends of its results."""
+    """Each compute after the receives that it needs, before the sends of its results. Where steps
+    of `count` micro-batches don't end together, gradients are reduced behind the last of them."""
     last: dict[int, int] = {}  # stage -> micro-batch, the stage that ends first in front
     at = 0
     while at < len(order):
@@ -142,8 +146,25 @@ def _stream(
             elif compute.action is not Action.BACKWARD_WEIGHT:
                 yield from _messages(Action.SEND_GRADIENT, compute, sources)
         at += len(together)
-    for stage, microbatch in last.items():
+        ended = [c for c in together if count and c.microbatch % count == count - 1]
+        for _, stage, m, _ in (c for c in ended if c.action is not Action.FORWARD):
+            yield Instruction(action=Action.REDUCE_GRADIENTS, stage=stage, microbatch=m)
+    for stage, microbatch in last.items() if not count else ():
         yield Instruction(action=Action.REDUCE_GRADIENTS, stage=stage, microbatch=microbatch)
+
+
+def unrolled(streams: Streams, count: int, calls: int) -> Streams:
+    """The streams of so many steps in a row of a schedule without a flush, and of those that end
+    what they leave; `count` micro-batches a step, counted on."""
+    rest = -(-max(1 - i.microbatch for stream in streams for i in stream) // count)
+    begun = range(calls + rest)
+
+    def all_of(stream: Sequence[Instruction]) -> Iterator[Instruction]:
+        for at, i in ((i.microbatch + count * call, i) for call in begun for i in stream):
+            if 0 <= at < calls * count:
+                yield replace(i, microbatch=at)
+
+    return Streams(tuple(all_of(stream)) for stream in streams)
 
 
 def _messages(

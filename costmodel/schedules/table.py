@@ -13,6 +13,8 @@ To add a schedule, write its order function (`costmodel.schedules.orders`) and i
     dualpipe_v        d, 2p-1-d               2p + 1
     chimera           d, 2p-1-d               p
     dualpipe          d, 2p-1-d               p + 1
+    pipedream_2bw     d                       p - d, some of the step before
+    pipedream         d                       p - d, some of steps before
 
 with m micro-batches, p devices and v stages per device; of c token slices each, c - 1 more slices,
 but gpipe. A micro-batch is in flight on a stage from its F to the end of its backward. Stages of
@@ -25,8 +27,13 @@ p+j lies on device p-1-j: what fills the one pipeline drains the other. The firs
 micro-batches goes through the first copy, the second half through the second, and at the end the
 gradients of both are summed. Their stages are as large as if a device owned one, so they hold the
 activations of p and p + 1 micro-batches on a whole device.
+
+The two PipeDreams never flush: a step leaves p-1-d backwards of device d to the following ones,
+where micro-batches are counted from the step's own first one, so that theirs are below 0
+(docs/reference/stale.md).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +42,7 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright.costmodel.schedules import fills, orders
 from meshwright.costmodel.schedules.fills import Floats, PipelineShape
-from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
+from meshwright.costmodel.schedules.orders import Compute, DeviceOrder, of_all
 from meshwright.profiles.inputs import MeshwrightError
 
 Stages: TypeAlias = tuple[int, ...]
@@ -100,6 +107,12 @@ class Schedule:
     sliced: bool = False
     """Whether micro-batches may go through as token slices: backwards come from the last slice to
     the first, which an order must leave room for (`DeviceOrder.slices`)."""
+    branched: bool = False
+    """Whether branches may lie apart: of a stage its order asks no more than how many device groups
+    are on the longest way to it and from it, p in all."""
+    late: Callable[[int, int, int], int] | None = None
+    """(stage, p, m): steps by which the gradients of a stage come late, where a step leaves
+    backwards to those behind it; None where it ends with the last one."""
     copies: int = 1
     """Of the model: stages of one copy after those of the other, each with an equal share of the
     micro-batches."""
@@ -117,9 +130,9 @@ class Schedule:
 
     @property
     def gathers(self) -> bool:
-        """Whether it runs with ZeRO-3: torch loses gradients where the backward is split, and of
-        two copies it is not built."""
-        return not self.splits_backward and self.copies == 1
+        """Whether it runs with ZeRO-3: torch loses gradients where the backward is split; of two
+        copies, and of versions of the weights, it is not built."""
+        return not self.splits_backward and self.copies == 1 and self.flushes
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""
@@ -127,8 +140,19 @@ class Schedule:
         return tuple(range(k * per_copy, (k + 1) * per_copy) for k in range(self.copies))
 
     def runs(self, m: int, p: int) -> bool:
-        """Whether m micro-batches and p devices divide among the copies."""
-        return m % self.copies == 0 and p % self.copies == 0
+        """Whether m micro-batches and p devices divide among the copies, and gradients are whole
+        when they are due."""
+        in_time = self.flushes or (p > 1 and math.ceil((p - 1) / m) <= self.staleness(m, p))
+        return m % self.copies == 0 and p % self.copies == 0 and in_time
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a step ends with its last backward."""
+        return self.late is None
+
+    def staleness(self, m: int, p: int) -> int:
+        """Steps by which gradients come late, on the stage where they do most."""
+        return 0 if self.late is None else self.late(0, p, m)
 
     def offered(self, virtual_stages: int | None) -> tuple[int, ...]:
         """Stages per device to try; `virtual_stages` as the user asked, None: left free."""
@@ -142,6 +166,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.gpipe,
         in_flight=lambda stage, p, m: m,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -150,6 +175,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.one_f_one_b,
         in_flight=lambda stage, p, m: p - stage,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -159,6 +185,7 @@ _TABLE: dict[str, Schedule] = {
         order=orders.eager_1f1b,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
     ),
@@ -174,6 +201,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         in_flight=lambda stage, p, m: p,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_less_weights,
     ),
     "zb_h2": Schedule(
@@ -181,6 +209,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         in_flight=lambda stage, p, m: 2 * p - 1,
         sliced=True,
+        branched=True,
         fill_s=fills.fill_less_weights_twice,
         staggered=True,
     ),
@@ -218,6 +247,20 @@ _TABLE: dict[str, Schedule] = {
         fill_s=fills.fill_dualpipe,
         copies=2,
     ),
+    "pipedream_2bw": Schedule(
+        order=orders.pipedream,
+        in_flight=lambda stage, p, m: p - stage,
+        fill_s=fills.fill_never,
+        hides_sends=False,
+        late=lambda stage, p, m: 1,
+    ),
+    "pipedream": Schedule(
+        order=orders.pipedream,
+        in_flight=lambda stage, p, m: p - stage,
+        fill_s=fills.fill_never,
+        hides_sends=False,
+        late=lambda stage, p, m: math.ceil((p - 1 - stage) / m),
+    ),
 }
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
 
@@ -231,6 +274,11 @@ class Pipeline(NamedTuple):
     num_microbatches: int
     num_devices: int
     slices: int = 1
+    depths: tuple[int, ...] = ()
+    """Of each stage the device groups on the longest way from it to the end, its own included,
+    where branches of the model lie apart; else stages follow each other."""
+    groups: tuple[int, ...] = ()
+    """The device of each stage, where branches lie apart."""
 
     @property
     def record(self) -> Schedule:
@@ -238,9 +286,14 @@ class Pipeline(NamedTuple):
         return SCHEDULES[self.schedule]
 
     @property
+    def length(self) -> int:
+        """Devices that a micro-batch goes through one after the other, at most."""
+        return max(self.depths, default=self.num_devices)
+
+    @property
     def each(self) -> int:
-        """Stages on a device."""
-        return self.num_stages // self.num_devices
+        """Stages on a device, at most."""
+        return max(map(self.groups.count, self.groups), default=self.num_stages // self.num_devices)
 
     @property
     def round(self) -> int:
@@ -249,19 +302,45 @@ class Pipeline(NamedTuple):
 
     def most_in_flight(self, stage: int) -> int | None:
         """`Schedule.in_flight` on a stage, of slices too; None where they are counted."""
-        if self.each > 1 or self.record.in_flight is None:
+        if (self.each > 1 and not self.depths) or self.record.in_flight is None:
             return None
-        count = self.record.in_flight(stage, self.num_stages, self.num_microbatches)
+        place = self.length - self.depths[stage] if self.depths else stage
+        count = self.record.in_flight(place, self.length, self.num_microbatches)
         return count + self.slices - 1
+
+    @property
+    def staleness(self) -> int:
+        """Steps by which gradients come late, on the stage where they do most."""
+        return self.record.staleness(self.num_microbatches, self.num_devices)
+
+    def left(self, stage: int) -> int:
+        """Micro-batches of a stage whose backwards a step leaves to those behind it."""
+        return 0 if self.record.flushes else self.num_stages - 1 - stage
+
+    def versions(self, stage: int) -> int:
+        """Versions of a stage's weights that forwards under way have read."""
+        return 1 + math.ceil(self.left(stage) / self.num_microbatches)
+
+    def late(self, stage: int) -> int:
+        """Steps by which the gradients of a stage come late."""
+        late = self.record.late
+        return 0 if late is None else late(stage, self.num_devices, self.num_microbatches)
+
+    def waiting_gradients(self, stage: int) -> int:
+        """Steps of a stage whose gradients are whole, and wait while others are made."""
+        return self.late(stage) - self.left(stage) // self.num_microbatches
 
     @property
     def shape(self) -> PipelineShape:
         """Its numbers as `fills.py` reads them."""
-        return PipelineShape(self.num_microbatches, self.num_devices, self.each)
+        return PipelineShape(self.num_microbatches, self.length, 1 if self.depths else self.each)
 
     @property
     def placed(self) -> tuple[Stages, ...]:
         """The stages of each device, in the order of the data. Raises as `stages_of_devices`."""
+        if self.groups:
+            of = [[k for k, g in enumerate(self.groups) if g == d] for d in range(self.num_devices)]
+            return tuple(map(tuple, of))
         return stages_of_devices(
             self.schedule, num_stages=self.num_stages, num_devices=self.num_devices
         )
@@ -310,6 +389,7 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     check_count("num_microbatches", pipeline.num_microbatches)
     schedule = pipeline.record
     _check_slices(pipeline)
+    _check_late(pipeline)
     per_copy, rest = divmod(pipeline.num_microbatches, schedule.copies)
     if rest:
         raise ScheduleError(
@@ -323,11 +403,37 @@ def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     orders = []
     for device, stages in enumerate(placed):
         order = DeviceOrder(pipeline.slices)
-        schedule.order(order, stages, device, len(placed), per_copy)
-        needed = (c for c in order.computes if c.microbatch < per_copy)
+        if pipeline.depths:
+            place = pipeline.length - pipeline.depths[stages[0]]
+            schedule.order(order, stages[:1], place, pipeline.length, per_copy)
+        else:
+            schedule.order(order, stages, device, len(placed), per_copy)
+        computes = of_all(order.computes, stages) if pipeline.depths else order.computes
+        needed = (c for c in computes if c.microbatch < per_copy)
         replaced = (c._replace(microbatch=first[c.stage] + c.microbatch) for c in needed)
         orders.append(tuple(replaced))
     return tuple(orders)
+
+
+def _check_late(pipeline: Pipeline) -> None:
+    """Raise ValueError where a schedule without a flush has too few micro-batches or devices."""
+    p, m = pipeline.num_devices, pipeline.num_microbatches
+    if pipeline.record.flushes or pipeline.record.runs(m, p):
+        return
+    if p == 1:
+        raise ScheduleError(
+            f"={pipeline.schedule!r}: on one device group there is no flush to save",
+            place="schedule",
+            legal="pp from 2",
+            way_out="take another schedule, as 1f1b",
+        )
+    raise ScheduleError(
+        f"={m} with schedule={pipeline.schedule!r} on {p} device groups: gradients would come more "
+        f"than {pipeline.staleness} step late",
+        place="num_microbatches",
+        legal=f"{p - 1} or more",
+        way_out="take more micro-batches, or schedule='pipedream'",
+    )
 
 
 def _check_slices(pipeline: Pipeline) -> None:

@@ -8,6 +8,7 @@ from meshwright.costmodel.stages.offload import (
     host_bandwidth,
     sent_by_block,
 )
+from meshwright.costmodel.stages.outer_exchange import STATE_BYTES, OuterExchange
 from meshwright.costmodel.stages.peak import (
     HELD,
     InFlight,

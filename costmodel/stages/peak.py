@@ -130,7 +130,7 @@ def device_peaks(
         nbytes = often @ values[[*members]].ravel() + sent @ sizes
         near = np.flatnonzero(nbytes >= nbytes.max() - abs(nbytes.max()) * (1 - NEARLY))
         held = [_at(at[k], members, here, messages or {}) for k in near]
-        peak = max(*held, _stepping(members, here), key=lambda p: p.nbytes)
+        peak = max(*held, _stepping(members, here, pipeline), key=lambda p: p.nbytes)
         peaks.append(_with_states(peak, here, reserved))
     return peaks
 
@@ -229,7 +229,8 @@ def _held_weights(pipeline: Pipeline) -> Floats:
     ]
     weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
     weights[..., [HELD.index("fixed_bytes"), HELD.index("step_bytes")]] = 1.0
-    for of_device, rows_here in zip(weights, rows, strict=True):
+    for of_device, rows_here, members in zip(weights, rows, placed, strict=True):
+        of_device[..., HELD.index("activation_bytes")] = [pipeline.left(k) for k in members]
         of_device[: len(rows_here)] = rows_here
     return weights
 
@@ -275,12 +276,25 @@ def _size_of(message: Message) -> tuple[tuple[int, int], bool]:
     return edge, edge[0] != stage
 
 
-def _stepping(members: Sequence[int], stages: Sequence[StageCosts[float]]) -> Peak:
-    """Bytes of the optimizer's step beside the states."""
+def _stepping(
+    members: Sequence[int], stages: Sequence[StageCosts[float]], pipeline: Pipeline
+) -> Peak:
+    """Bytes of the optimizer's step beside the states; with passes that are left to the next step,
+    whose gradients are on their way while those that are read are among the waiting ones."""
     nbytes = math.fsum(stage.step_bytes for stage in stages)
-    read = math.fsum(min(stage.gradient_bytes, stage.step_bytes) for stage in stages)
+    reads = [min(stage.gradient_bytes, stage.step_bytes) for stage in stages]
+    activations, made = 0.0, 0.0
+    for k, stage, read in zip(members, stages, reads, strict=True):
+        left = pipeline.left(k)
+        activations += left * stage.activation_bytes
+        if left % pipeline.num_microbatches:
+            made += stage.gradient_bytes - read
     return Peak(
-        nbytes=nbytes, action=None, stage=min(members), first=False, parts={"gradients": read}
+        nbytes=nbytes + activations + made,
+        action=None,
+        stage=min(members),
+        first=False,
+        parts={"gradients": math.fsum(reads) + made, "activations": activations},
     )
 
 

@@ -102,6 +102,13 @@ def stage_memory(
     )
     stepped = sums.parameters / sharing.parts(shards)
     undone = setting.validated * stepped * setting.optimizer.state_bytes
+    late = setting.late * memory.late_bytes(
+        sums.parameters,
+        stepped,
+        weight_bytes=setting.weight_bytes,
+        kept=setting.kept_bytes,
+        whole=not sharing.divides,
+    )
     frozen = sums.frozen_shard_bytes if sharing.gathers else sums.frozen_bytes
     weights = states.weights + frozen - offload.frozen_there(sums, setting)
     weights = weights - offload.weights_there(sums, setting) + offload.blocks_here(sums, setting)
@@ -117,7 +124,7 @@ def stage_memory(
         half, put_off, second = gradients.later, activations, gradients.first
     return StageMemory(
         weight_bytes=weights,
-        fixed_bytes=weights + states.optimizer + undone + undivided,
+        fixed_bytes=weights + states.optimizer + undone + late + undivided,
         gradient_bytes=gradients.between,
         first_bytes=gradients.first + back,
         later_bytes=gradients.later + back,

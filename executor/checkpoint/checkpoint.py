@@ -48,6 +48,7 @@ from meshwright.executor.checkpoint.collected import (
 from meshwright.executor.checkpoint.extra import EXTRA, Merged, RankLoad, RankStates
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.notes import ANY_MODEL, make_notes, model_shapes, read_notes
+from meshwright.executor.checkpoint.replica_parts import of_replica
 from meshwright.executor.checkpoint.weights import initialise_buffers, wanted_tensors
 from meshwright.executor.devices import synchronize
 from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
@@ -165,27 +166,10 @@ def save(
     if optimizer is not None:
         follow(optimizer)
     with progress.during("saving a checkpoint"):
-        folder, saving = run_on_first(group, lambda: _prepared_folder(path))
+        folder, saving = run_on_first(group, lambda: prepared_folder(path))
         with atomic_folder.discarded_on_error(saving, first=runtime.place.rank == 0):
-            collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
-            tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
-            # on every rank, since a state may be gathered from all
-            compared = group is not None
-            states = run_on_all(
-                group, lambda: RankStates.of(_states(extra or {}) | _remembered(runtime), compared)
-            )
-            all_trees = gather_object(group, states.trees)
-            merged = run_on_first(group, lambda: Merged.of(all_trees))
-            tensors |= states.chunks(merged.writes.get(runtime.place.rank, {}))
-            training: dict[str, Any] = {}
-
-            def note() -> None:  # on rank 0
-                notes, of_notes = make_notes(runtime, all_notes, merged.trees)
-                training.update(notes)
-                tensors.update((name, LocalChunks.of(x)) for name, x in of_notes.items())
-
-            run_on_first(group, note)
-        work = partial(_write, training=training, saving=saving, folder=folder)
+            tensors, training = gathered(runtime, optimizer, extra or {}, saving)
+        work = partial(write, training=training, saving=saving, folder=folder)
         if not asynchronous:
             work(tensors, group=group)
             return Saving(thread=None)
@@ -231,6 +215,35 @@ def same_states(states: Mapping[str, Any], of_ranks: Sequence[Any]) -> dict[str,
             way_out="leave them out, or save each rank's in a file of your own",
         )
     return {name: _Fixed(state) for name, state in states.items()}
+
+
+def gathered(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    saving: Path,
+) -> tuple[dict[str, LocalChunks], dict[str, Any]]:
+    """Chunks that this rank writes to a prepared folder, and on rank 0 the notes. Collective."""
+    group = group_of(runtime)
+    collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
+    tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
+    # on every rank, since a state may be gathered from all
+    compared = group is not None
+    states = run_on_all(
+        group, lambda: RankStates.of(_states(extra) | _remembered(runtime), compared)
+    )
+    all_trees = gather_object(group, states.trees)
+    merged = run_on_first(group, lambda: Merged.of(all_trees))
+    tensors |= states.chunks(merged.writes.get(runtime.place.rank, {}))
+    training: dict[str, Any] = {}
+
+    def note() -> None:  # on rank 0
+        notes, of_notes = make_notes(runtime, all_notes, merged.trees)
+        training.update(notes)
+        tensors.update((name, LocalChunks.of(x)) for name, x in of_notes.items())
+
+    run_on_first(group, note)
+    return tensors, training
 
 
 def check_loaded(state: RankState, place: str) -> None:
@@ -284,7 +297,7 @@ def _layouts(plan: Any) -> list[dict[str, Any]]:
     return [{key: stage.get(key) for key in _LAYOUT} for stage in stages]
 
 
-def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
+def prepared_folder(path: str | Path) -> tuple[Path, Path]:
     """The folder that `path` leads to, and the one to fill in its place."""
     folder = atomic_folder.followed(path)
     return folder, atomic_folder.prepare(folder)
@@ -304,7 +317,7 @@ def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: 
     return collect(runtime, optimizer)
 
 
-def _write(
+def write(
     tensors: Mapping[str, LocalChunks],
     training: Mapping[str, Any],
     saving: Path,
@@ -332,8 +345,10 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    replica: int | None = None,
 ) -> None:
-    """Read a checkpoint, saved under this plan or another. Collective.
+    """Read a checkpoint, saved under this plan or another; of replicas that train apart what that
+    `replica` had, else what they had in common when they met last. Collective.
 
     The optimizer need not have made a step. Raises FileNotFoundError where there is no checkpoint,
     ValueError where it does not fit the model or the optimizer, RuntimeError where it is damaged.
@@ -345,13 +360,13 @@ def load(
     place = f"checkpoint {str(path)!r}"
     with progress.during("loading a checkpoint"):
         folder, notes = run_on_first(
-            group, lambda: _opened(path, runtime, optimizer, extra or {}, place)
+            group, lambda: _opened(path, runtime, optimizer, extra or {}, place, replica)
         )
         given = {**(extra or {})}
         if _remembers(runtime, notes, place):
             given[REMEMBERED] = runtime.memories
         targets, options = run_on_all(
-            group, lambda: _prepared(runtime, optimizer, given, folder, notes, place)
+            group, lambda: _prepared(runtime, optimizer, given, folder, notes, place, replica)
         )
         merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, group, place)
@@ -379,6 +394,7 @@ def _opened(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
     place: str,
+    replica: int | None,
 ) -> tuple[Path, dict[str, Any]]:
     """The folder to read, and its notes. Raises FileNotFoundError or ValueError where this run
     can't load them."""
@@ -388,7 +404,7 @@ def _opened(
         raise NotThereError(
             "there is none", place=place, way_out="it must be a path that was saved to"
         )
-    notes = read_notes(read_checkpoint(folder, place), runtime, place)
+    notes = read_notes(of_replica(read_checkpoint(folder, place), replica), runtime, place)
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
     there = set(notes[EXTRA]) - {REMEMBERED}
@@ -408,12 +424,13 @@ def _prepared(
     folder: Path,
     notes: dict[str, Any],
     place: str,
+    replica: int | None,
 ) -> tuple[_Targets, list[optimizer_state.Options | None]]:
     """The tensors to read into, and the options of the optimizer's groups that this rank knows.
 
     Buffers that are on meta and were not saved are initialised, as by `load_weights`.
     """
-    stored = read_checkpoint(folder, place, check_files=False).tensors
+    stored = of_replica(read_checkpoint(folder, place, check_files=False), replica).tensors
     model = {
         fqn: torch.empty_like(x, device="cpu") if x.is_meta else x
         for fqn, x in model_tensors(runtime).items()

@@ -81,7 +81,7 @@ class StageParameter(ParameterSpec):
     its holders (R: not sharded); `sharded` is `fully_shard`'s DTensor (ZeRO-3). `gradient` is None
     between steps, `norm` the L2 norm of this rank's gradient as the last backward left it, `api`
     the user's nn.Parameter. `reached` implies `trainable`. `staged`: other stages of the plan lie
-    on other ranks.
+    on other ranks. Where passes of earlier steps are under way, the leaf is one of its `versions`.
     """
 
     shape: tuple[int, ...]
@@ -94,6 +94,12 @@ class StageParameter(ParameterSpec):
     api: Any = None
     sharded: Any = None
     staged: bool = False
+    versions: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[nn.Parameter, ...]:
+        """The leaf, or those of all versions."""
+        return self.versions or (self.leaf,)
 
     @property
     def scattered(self) -> bool:

@@ -202,9 +202,10 @@ class Reducer:
                 self._hook(view.parameter, partial(self._fill, bucket, k))
 
     def _hook(self, p: StageParameter, hook: Callable[[torch.Tensor], None]) -> None:
-        self.hooks[id(p.leaf)] = hook
-        leaf: Any = p.leaf  # whose method is untyped
-        leaf.register_post_accumulate_grad_hook(hook)
+        leaf: Any  # whose method is untyped
+        for leaf in p.leaves:
+            self.hooks[id(leaf)] = hook
+            leaf.register_post_accumulate_grad_hook(hook)
 
     def begin(self, stepping: StepInBackward | None = None) -> None:
         """Before a step, of which an optimizer may be stepped in the backward."""

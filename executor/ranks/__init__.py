@@ -40,3 +40,4 @@ from meshwright.executor.ranks.replicas import (
 )
 from meshwright.executor.ranks.stop_requests import StopRequests
 from meshwright.executor.ranks.watchdog import EVALUATING, PREPARING, progress
+from meshwright.executor.ranks.worlds import ReplicaWorld, replica_world

@@ -45,7 +45,8 @@ INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 _watchdog: Watchdog | None = None  # one per process, as is the process group
 _lifelines: Lifelines | None = None
 _interrupts: Interrupts | None = None
-farewells: list[Callable[[], None]] = []  # what is to be done before the ranks part
+before_leaving: list[Callable[[], object]] = []  # done when the process group is left
+_store: tuple[str, int, str] | None = None  # host and port of the store, the prefix of this start
 
 
 def under_torchrun() -> bool:
@@ -116,7 +117,7 @@ def start(backend: str) -> None:
     have the timeout to come. Raises RuntimeError where a rank has no GPU for nccl, or where the
     others don't come.
     """
-    global _watchdog, _lifelines, _interrupts
+    global _watchdog, _lifelines, _interrupts, _store
     if running() or not under_torchrun():
         return
     if backend == "nccl":
@@ -137,10 +138,9 @@ def start(backend: str) -> None:
     shared = joining.connected(me, limit_s=limit_s, timeout=longest)
     prefix = joining.agreed_prefix(shared, me, world, limit_s)
     if world > 1:
-        host, port = shared.host, shared.port
-        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
+        _store = shared.host, shared.port, prefix
         _watchdog = Watchdog(
-            PrefixStore(f"{prefix}/watch", client),
+            _client("watch", longest),
             rank=me,
             world_size=world,
             limit_s=limit_s,
@@ -159,6 +159,27 @@ def start(backend: str) -> None:
         )
     if world > 1:
         sys.excepthook = _end_by_hook  # torch has put its own around it, which prints when it ends
+
+
+def _client(name: str, timeout: timedelta) -> PrefixStore:
+    """A connection to the store, which serves one request at a time, under a prefix."""
+    assert _store is not None, "the ranks have not come together"
+    host, port, prefix = _store
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return PrefixStore(f"{prefix}/{name}", client)
+
+
+def meeting_store() -> PrefixStore:
+    """Store in which replicas wait for each other. Raises StateError where the process group was
+    made by someone else."""
+    if _store is None:
+        raise StateError(
+            "the process group is the script's own, and replicas wait for each other in the store "
+            "of this package's",
+            legal="ranks that auto_parallelize starts",
+            way_out="leave out init_process_group, or plan without replicas",
+        )
+    return _client("watch", timedelta(seconds=timeout_s()))
 
 
 def _shorten_timeouts(limit_s: float) -> None:
@@ -199,8 +220,8 @@ def stop() -> None:
         return
     with progress.during("leaving the process group", waits=True):
         background.finish_all()  # it may need the group
-        for farewell in [*farewells]:
-            farewell()
+        while before_leaving:
+            before_leaving.pop()()
         if progress.dispensable and _watchdog is not None:
             _watchdog.leave()
         else:

@@ -58,6 +58,7 @@ SHOWN = 8  # ranks named in a line; there may be thousands
 PREPARING, EVALUATING = "preparing the step", "evaluating a batch"  # until it is known by all
 INTERRUPTED = "interrupted (Ctrl-C)"  # begins the cause where a person ended the run
 _STDERR = 2
+PEERS = "steps"  # by rank, the steps that it has done, of ranks whose replicas train apart
 SAME = (
     "every rank gives the same batch, or with local=True rows of the same sizes; pad to the same "
     "length on all of them"
@@ -95,9 +96,11 @@ class Activity:
 class Progress:
     """The activity of this rank's main thread, written by the runtime, read by the watchdog.
 
-    `stages` are those of every rank of the plan, by rank; `dispensable` the ranks that the others
-    go on without, and `lost` those of them that are known to have ended. Where ranks are `apart`
-    each traces and prices for itself.
+    `stages` are those of every rank of the plan, by rank: of one replica, of so many ranks, where
+    there are several (`replica_size`). `replica` is a prefix of what is compared within one, and
+    where each `counts_steps`, others may ask how many it has made. `dispensable` are the ranks that
+    the others go on without, and `lost` those of them that are known to have ended. Where ranks are
+    `apart` each traces and prices for itself.
     """
 
     def __init__(self) -> None:
@@ -105,6 +108,8 @@ class Progress:
         self.dispensable: frozenset[int] = frozenset()
         self.lost: frozenset[int] = frozenset()
         self.apart = False
+        self.replica, self.replica_size = "", 0
+        self.counts_steps = False
         self.predicted_peak_bytes: int | None = None
         self.lowered: int | None = None  # the last step that met another shape of batches
         self.lowering_s: float | None = None  # since when it lowers for that
@@ -212,7 +217,7 @@ class Progress:
 
     def name(self, rank: int) -> str:
         """E.g. `rank 3 (stages 0, 7)`."""
-        stages = self.stages.get(rank, ())
+        stages = self.stages.get(rank % self.replica_size if self.replica_size else rank, ())
         if not stages:
             return f"rank {rank}"
         return f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
@@ -313,6 +318,8 @@ class Watchdog:
                 if progress.dispensable and self.store.check(["lost"]):
                     ended = {r for r in progress.dispensable if self.store.check([f"lost/{r}"])}
                     progress.lost |= ended
+                if progress.counts_steps:
+                    self.store.set(f"{PEERS}/{self.rank}", str(progress.activity.steps_done))
                 self._compare_shapes()
         except RuntimeError:  # of the store: nothing else in here raises it
             self._follow_lost_store()
@@ -320,20 +327,21 @@ class Watchdog:
     def _compare_shapes(self) -> None:
         """Ask, or tell, who was given a batch of another shape, and end a rank that was alone."""
         activity = progress.activity
-        since_s = progress.lowering_s
+        since_s, within = progress.lowering_s, progress.replica
+        asked, passed = f"{within}asked", f"{within}passed"
         if since_s is not None and time.monotonic() - since_s > GRACE_S:
-            self.store.set("asked", str(activity.steps_done))
-            if self.store.check(["passed"]):
-                step, said = json.loads(self.store.get("passed"))
+            self.store.set(asked, str(activity.steps_done))
+            if self.store.check([passed]):
+                step, said = json.loads(self.store.get(passed))
                 if step == activity.steps_done:
                     reason = f"the batch has a shape that is new here, and not on {said}: {SAME}"
                     self._fail(reason, self._stack())
                     os._exit(1)
-        elif self.store.check(["asked"]):
-            step = int(self.store.get("asked"))
+        elif self.store.check([asked]):
+            step = int(self.store.get(asked))
             if progress.has_passed(step):
                 said = f"{progress.name(self.rank)}, which is in {activity}"
-                self.store.set("passed", json.dumps([step, said]))
+                self.store.set(passed, json.dumps([step, said]))
 
     def _follow(self) -> None:
         """Another rank failed: answer the roll call, and end this one unless it ends itself."""

@@ -117,7 +117,7 @@ class _Timed(Replay):
         event = self.next(rank)
         if event is None:
             return False
-        waiting = list(self.posted[rank])[: event.count] if event.kind is Kind.WAIT else []
+        waiting = self.waited_for(rank, event) if event.kind is Kind.WAIT else []
         moved = super().step(rank)
         if not moved:
             return False

@@ -35,7 +35,8 @@ class Event:
     `operation` is torch's, e.g. "allreduce_"; `group` the description of the process group and its
     global ranks; `shapes` and `dtype` are those of what is sent, or received into; `root` is the
     global rank that a broadcast comes from, `peer` the other end of a message, with its `tag`.
-    `count` of a wait: the receives that it ends, or the collectives that it leaves under way.
+    `count` of a wait: the receives that it ends, behind the `older` ones, which wait on, or the
+    collectives that it leaves under way.
     `device_s` and `host_s` are seconds of operators, by the prices of `executor/prices`. `stream`
     names the one that it is queued on, empty for the default one, and on the host, which has none.
     `where` names instruction, stage and micro-batch, `block` the block whose forward or backward it
@@ -52,6 +53,7 @@ class Event:
     peer: int | None = None
     tag: int = 0
     count: int = 0
+    older: int = 0
     device_s: float = 0.0
     host_s: float = 0.0
     stream: str = ""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
 
@@ -227,7 +227,7 @@ class Replay:
             self.sent[self._key(rank, event)] += 1
         elif event.kind is Kind.RECEIVE:
             self.posted[rank].append(event)
-        elif event.kind is Kind.WAIT and not self._arrived(rank, event.count):
+        elif event.kind is Kind.WAIT and not self._arrived(rank, event):
             return False
         self.at[rank] += 1
         return True
@@ -245,9 +245,13 @@ class Replay:
             self.at[other] += 1
         return True
 
-    def _arrived(self, rank: int, count: int) -> bool:
-        """Whether the oldest posted receives have arrived; they are taken then."""
-        waiting = [self.posted[rank][k] for k in range(min(count, len(self.posted[rank])))]
+    def waited_for(self, rank: int, wait: Event) -> list[Event]:
+        """The posted receives that a wait ends."""
+        return [*islice(self.posted[rank], wait.older, wait.older + wait.count)]
+
+    def _arrived(self, rank: int, wait: Event) -> bool:
+        """Whether the posted receives of a wait have arrived; they are taken then."""
+        waiting = self.waited_for(rank, wait)
         taken = self.taken.copy()
         for event in waiting:
             key = self._key(rank, event)
@@ -256,7 +260,7 @@ class Replay:
                 return False
         self.taken = taken
         for _ in waiting:
-            self.posted[rank].popleft()
+            del self.posted[rank][wait.older]
         return True
 
 

@@ -126,13 +126,13 @@ class Recorder(TorchDispatchMode):
             k = bisect_right(self.forwards, count, key=lambda x: x[0]) - 1
             self.block = self.forwards[k][1] if k >= 0 else ""
 
-    def wait(self, receives: int | None = None) -> None:
-        """The rank waits here for so many posted receives, or for all."""
-        count = self.unawaited if receives is None else receives
+    def wait(self, receives: int | None = None, older: int = 0) -> None:
+        """The rank waits here for so many posted receives, or for all, behind `older` ones."""
+        count = self.unawaited - older if receives is None else receives
         self.flush()
         if count:
             where = str(progress.activity)
-            self.events.append(Event(kind=Kind.WAIT, count=count, where=where))
+            self.events.append(Event(kind=Kind.WAIT, count=count, older=older, where=where))
             self.unawaited -= count
 
     @contextmanager

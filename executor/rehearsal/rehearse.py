@@ -84,7 +84,8 @@ def rehearse(
     unrun = {name: why_not for log in logs.values() for name, why_not in log.unrun.items()}
     groups = {rank: k for k, ranks in enumerate(plan.devices) for rank in ranks}
     unlike = (*mismatches(logs, kind_of), *unlike_saves(logs, kind_of))
-    prices, blocking = None if unlike else priced.prices, not has_streams(device)
+    closed = not unlike and plan.record.flushes  # no message of another step is in the step
+    prices, blocking = priced.prices if closed else None, not has_streams(device)
     return Rehearsal(
         plan=plan,
         logs=logs,

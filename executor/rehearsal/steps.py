@@ -57,7 +57,8 @@ def rank_log(
     made = recorder()
     known = made.known or stand_in.Known()
     mode = made.fakes or stand_in.KnownFakes(known.results)
-    repeats = repeats and not checked.plan.slices  # which are not alike
+    # slices are not alike, and passes that are left to the next step are not of this one
+    repeats = repeats and not checked.plan.slices and checked.plan.record.flushes
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
     on = stand_in.standing_in() if has_streams(made.device) else nullcontext()
@@ -115,6 +116,10 @@ def run_steps(
     )
     _make_states(steps, parameters)
     recorder.memory.name(map(_local, _states(steps)), STATES)
+    for _ in range(runtime.plan.staleness):  # until gradients come
+        runtime.train_step(inputs, _observer(runtime, recorder))
+        step(steps)
+        steps.zero_grad()
     recorder.memory.begin()
     recorder.flops.clear()
     begin = len(recorder.events)
@@ -133,6 +138,8 @@ def run_steps(
     if evaluates:
         runtime.eval_step(inputs, _observer(runtime, recorder))
         recorder.wait()
+    while runtime.drain(_observer(runtime, recorder)) is not None:
+        pass
     recorder.flops = of_step
 
 
@@ -154,13 +161,14 @@ def _observer(runtime: Runtime, recorder: Recorder) -> Observer:
     """Runs instructions and phases, and writes down where they wait for receives."""
 
     def observe(what: Instruction | Phase, run: Callable[[], None]) -> None:
+        older = 0 if runtime.late is None else runtime.late.posted_before(what)
         run()
         recorder.enter("")
         if isinstance(what, Phase):
-            recorder.wait()
+            recorder.wait(older=older)
         elif what.action in RECEIVES:
             channels = runtime.planned.stages[what.stage].channels(what).values()
-            recorder.wait(sum(len(channel.incoming) for channel in channels))
+            recorder.wait(sum(len(channel.incoming) for channel in channels), older)
 
     return observe
 

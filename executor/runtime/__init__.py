@@ -9,6 +9,7 @@ from meshwright.executor.runtime.evaluation import (
     forward,
     why_not_cached,
 )
+from meshwright.executor.runtime.meetings import Meetings
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.runtime.served import ServedRuntime
 from meshwright.executor.runtime.state import RankState, group_of

@@ -43,6 +43,7 @@ from meshwright.executor.parameters import (
     sum_tied_gradients,
     write_weights,
 )
+from meshwright.executor.runtime.late import LateSteps
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.step import (
     PendingScalar,
@@ -79,11 +80,13 @@ from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parame
 class RunOptions:
     """Options of a plan's run: `compile` its blocks (True, or a backend), on a `device` (None: this
     rank's), and whether replicas are compared with rank 0's in place of being made equal;
-    `pipeline` runs the instructions of each step."""
+    `pipeline` runs the instructions of each step; `replica` is its number among those that train
+    apart, which draw other dropout masks."""
 
     compile: bool | str = False
     device: torch.device | None = None
     check_replicas: bool = False
+    replica: int = 0
     pipeline: Callable[..., PipelineRun] = PipelineRun
 
 
@@ -110,6 +113,7 @@ class Runtime(RankState):
         device = options.device or ranks.device_here()
         backend = backend_of(options.compile, device.type)
         ranks.progress.stages, ranks.progress.dispensable = stages_of_ranks(plan), frozenset()
+        ranks.progress.replica_size = plan.num_ranks
         place = self._joined(checked, device)
         user = UserModel(model)
         several = ranks.world_size() > 1
@@ -126,6 +130,7 @@ class Runtime(RankState):
         self.weight_gradients = builder.weight_gradients or WeightGradientQueue()
         self.flow = builder.flow
         self.tied_layouts = builder.tied
+        self.late = None if plan.record.flushes else LateSteps(self)
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
         self.shared_reducer = Reducer(shared, place)
         reducers = (*self.reducers.values(), self.shared_reducer)
@@ -141,9 +146,10 @@ class Runtime(RankState):
         self.lowered = Steps(self.planned)
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
-        self.pipeline = options.pipeline
+        self.pipeline, self.replica = options.pipeline, options.replica
         self.validation = Validation(self)
         self.steps = 0
+        self.loads = 0  # times that all tensors were given other values
         self.seed = shared_seed(place)
         self.batch_check = ranks.BatchCheck()
         self.share = (0, 1)  # of the batch, where each rank runs a plan of its own
@@ -164,6 +170,7 @@ class Runtime(RankState):
         """Take note that all tensors are new; what compressed sums remember is of others."""
         super().all_loaded()
         self.memories.clear()
+        self.loads += 1
 
     @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def train_step(
@@ -182,6 +189,8 @@ class Runtime(RankState):
         instruction and phase in the runtime's stead.
         """
         self.validation.settle()
+        if self.late is not None:
+            return with_backward_done(self._late_step(self.late, batch, observe, local=local))
         stepping = None if optimizer is None else self._in_backward(optimizer)
         step, losses = self.passes(batch, observe, local=local, stepping=stepping)
         with torch.no_grad():
@@ -190,6 +199,37 @@ class Runtime(RankState):
             self.steps += 1
             loss = step.mean_loss(losses)
         return with_backward_done(loss)
+
+    def _late_step(
+        self, late: LateSteps, batch: Any, observe: Observer | None, *, local: bool
+    ) -> torch.Tensor:
+        """A step whose gradients come late: the loss of the newest one that is done with."""
+        self._check_trains()
+        step, inputs = self._prepared(batch, local)
+        late.check_step(step)
+        self.follow_buffers()
+        late.turn()
+        (observe or unobserved)(Phase.REFRESH, self._gather_weights)
+        loss = late.train(step, inputs, observe)
+        with torch.no_grad():
+            self.settle_buffers()
+        self.steps += 1
+        return loss
+
+    def drain(self, observe: Observer | None = None) -> torch.Tensor | None:
+        """A step without a batch: backwards that are outstanding, and `.grad` of what is due; the
+        newest loss, None where nothing is outstanding. Collective."""
+        return None if self.late is None else self.late.drain(observe)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether gradients of steps that were made have not come yet."""
+        return self.late is not None and self.late.outstanding
+
+    def check_drained(self, who: str) -> None:
+        """Raise ValueError where gradients are outstanding, which `who` would lose."""
+        if self.late is not None:
+            self.late.check_drained(who)
 
     def _in_backward(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
         """An optimizer that is stepped in the backward of the next step."""
@@ -207,14 +247,7 @@ class Runtime(RankState):
         stepping: StepInBackward | None = None,
     ) -> tuple[Step, list[torch.Tensor]]:
         """Forward, backward and reduction: the step and, on last stages, losses by micro-batch."""
-        self._check_ready()
-        if not torch.is_grad_enabled():
-            raise StateError(
-                " under no_grad or inference_mode makes no gradients",
-                place="train_step",
-                legal="grad enabled",
-                way_out="use eval_step for the loss alone",
-            )
+        self._check_trains()
         step, inputs = self._prepared(batch, local)
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
@@ -223,21 +256,21 @@ class Runtime(RankState):
         observed = observe or unobserved
         write_weights(self.stage_parameters, self.graph)
         observed(Phase.REFRESH, self._gather_weights)
-        seed, (share, shares) = self._step_seed(), self.share
+        seed, (share, shares) = self.step_seed(), self.share
         run = self.pipeline(
-            {k: self._run_stage(step, k, inputs) for k in self.stages},
+            {k: self.run_stage(step, k, inputs) for k in self.stages},
             step.stream,
             rng=lambda k: (seed, (k * shares + share) * step.plan.microbatch_rows),
             scale=self.guard.seed / step.plan.num_microbatches,
             weight_gradients=self.weight_gradients,
             observe=observe,
-            early=self.validation.early(step.early),
+            around=self.validation.early(step.early),
         )
         with look_ups_named():
             losses = run.run()
         ranks.progress.enter("reducing gradients", waits=True)
         with torch.no_grad():
-            observed(Phase.REDUCE, self._finish_gradients)
+            observed(Phase.REDUCE, self.finish_gradients)
         return step, losses
 
     def read_state(self) -> None:
@@ -278,10 +311,12 @@ class Runtime(RankState):
                 stage.program.take(step.stages[k].graphs)
         self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
+        if self.late is not None:
+            self.late.turn()
         with torch.no_grad(), self._evaluating():
             self._gather_weights()
             run = self.pipeline(
-                {k: self._run_stage(step, k, inputs) for k in self.stages},
+                {k: self.run_stage(step, k, inputs) for k in self.stages},
                 [i for i in step.stream if i.action in forward],
                 rng=lambda k: (0, 0),
                 scale=1.0,
@@ -387,6 +422,17 @@ class Runtime(RankState):
                 way_out="plan for this batch",
             )
 
+    def _check_trains(self) -> None:
+        """`_check_ready`, and ValueError where no gradients are made."""
+        self._check_ready()
+        if not torch.is_grad_enabled():
+            raise StateError(
+                " under no_grad or inference_mode makes no gradients",
+                place="train_step",
+                legal="grad enabled",
+                way_out="use eval_step for the loss alone",
+            )
+
     def _check_ready(self) -> None:
         """Raise ValueError where there are no weights, `requires_grad` was changed or a parameter
         replaced, or another plan has taken the model over."""
@@ -409,7 +455,7 @@ class Runtime(RankState):
             )
         self.user.check_places(self.stage_parameters)
 
-    def _run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
+    def run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
         lowered, program = step.stages[k], self.stages[k].program
         rows = step.batches.rows(inputs, lowered.outer[0], step.reads[k])
         add_totals(lowered.totals, program.tensors, rows)
@@ -428,7 +474,7 @@ class Runtime(RankState):
         for gather in self.gathers.values():
             gather.begin()
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Wait until gradients are reduced over all axes and stages, and sharded as `stored`."""
         self.shared_reducer.flush()
         for reducer in (*self.reducers.values(), self.shared_reducer):
@@ -454,8 +500,9 @@ class Runtime(RankState):
                 p.gradient = None
             accumulate_grads(self.stage_parameters, self.place.device)
 
-    def _step_seed(self) -> int:
-        return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
+    def step_seed(self) -> int:
+        apart = self.replica * 1_000_003**2
+        return random.Random(self.seed * 1_000_003 + self.steps + apart).getrandbits(31)
 
 
 # --- joined passes --------------------------------------------------------------------------------

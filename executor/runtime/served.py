@@ -613,7 +613,7 @@ class ServedRuntime(Runtime):
             )
         self.end = self._connected()
         self.validation = _Drained(self)
-        launch.farewells.append(self.part)
+        launch.before_leaving.append(self.part)
         ranks.progress.stages = {r: [0] for r in range(of_all.servers, of_all.num_ranks)}
         if of_all.staleness:
             ranks.progress.dispensable = frozenset(range(of_all.servers, of_all.num_ranks))
@@ -652,8 +652,8 @@ class ServedRuntime(Runtime):
 
     def part(self) -> None:
         """Part in order: nothing more is said. Collective."""
-        if self.part in launch.farewells:
-            launch.farewells.remove(self.part)
+        if self.part in launch.before_leaving:
+            launch.before_leaving.remove(self.part)
         self.end.close()
 
     @ranks.progress.on_its_own()
@@ -714,9 +714,9 @@ class ServedRuntime(Runtime):
         mean = self.end.mean(float(loss), self.rows)
         return torch.tensor(mean).to(loss), step
 
-    def _run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
+    def run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
         """Losses are divided by the mean count of targets over workers, where all wait for all."""
-        run = super()._run_stage(step, k, inputs)
+        run = super().run_stage(step, k, inputs)
         if not run.counts or not self.counts_together or isinstance(self.end, ServerEnd):
             return run
         ranks.progress.enter("counting targets", waits=True)

@@ -17,6 +17,8 @@ from meshwright.executor.stages.pipeline import (
     Phase,
     PipelineRun,
     RunStage,
+    Unflushed,
+    key_of,
 )
 from meshwright.executor.stages.rank_parameters import replicated
 from meshwright.executor.stages.stage import Pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from meshwright.executor.transfers import handed, release
 
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
-Key = tuple[Action, int, int, int]  # (receive action, stage, peer, micro-batch)
+Key = tuple[Action, int, int | None, int]  # (receive action, stage, peer, micro-batch)
 Unit = tuple[int, int]  # (stage, micro-batch, or slice of all slices of all micro-batches)
 
 
@@ -83,6 +83,20 @@ class EarlyForwards:
     holds: Callable[[PipelineRun], bool]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unflushed:
+    """Surroundings of a step of `count` micro-batches that goes on with passes which the one
+    `before` left, and leaves some itself: `take` has the weights of a micro-batch, `reduced` gets
+    the gradients of a step behind the last of its backwards, `ahead` are receives of the next step,
+    of what is sent in this one."""
+
+    before: PipelineRun | None
+    count: int
+    take: Callable[[int], None]
+    reduced: Callable[[PipelineRun, Instruction], None]
+    ahead: Sequence[Instruction]
+
+
 class PipelineRun:
     """One training step of the stages of one rank."""
 
@@ -96,10 +110,12 @@ class PipelineRun:
         weight_gradients: WeightGradientQueue,
         observe: Observer | None = None,
         keep: Keep | None = None,
-        early: EarlyForwards | None = None,
+        around: EarlyForwards | Unflushed | None = None,
     ) -> None:
         """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction; `keep` is
-        handed what stages make of each micro-batch; `early` forwards may run twice."""
+        handed what stages make of each micro-batch. `around` it are steps that are to be
+        validated, so that early forwards may run twice, or passes of others, where no step ends
+        with a flush."""
         self.stages = stages
         self.stream = stream
         self.rng = rng
@@ -107,10 +123,13 @@ class PipelineRun:
         self.weight_gradients = weight_gradients
         self.observe = observe
         self.keep = keep
-        self.early = early
+        self.early = around if isinstance(around, EarlyForwards) else None
+        self.unflushed = around if isinstance(around, Unflushed) else None
         self.sending: list[tuple[Any, torch.Tensor]] = []
         self.leaving: list[torch.Tensor] = []  # of which all messages were begun
         self._begin()
+        if self.unflushed is not None:
+            self._go_on(self.unflushed)
 
     def _begin(self) -> None:
         self.passes: dict[Unit, Pass] = {}
@@ -128,6 +147,32 @@ class PipelineRun:
         sends = (i for i in self.stream if i.action is Action.SEND_ACTIVATION)
         self.sends = Counter((i.stage, i.microbatch) for i in sends)
 
+    def _go_on(self, unflushed: Unflushed) -> None:
+        """Take over what the step before left, its micro-batches counted from this one's first, and
+        hold passes for the steps behind."""
+        ending = {(i.stage, i.microbatch) for i in self.stream if i.action is Action.BACKWARD}
+        begun = ((i.stage, i.microbatch) for i in self.stream if i.action is Action.FORWARD)
+        self.read.update(unit for unit in begun if unit not in ending)
+        if (before := unflushed.before) is None:
+            return
+        less = unflushed.count
+        self.passes = {(s, k - less): x for (s, k), x in before.passes.items()}
+        self.gradients = {(s, k - less): x for (s, k), x in before.gradients.items()}
+        self.posted = {(a, s, j, k - less): x for (a, s, j, k), x in before.posted.items()}
+        self.leaving = before.leaving
+        self.unflushed = replace(unflushed, before=None)  # which would keep all that were
+
+    def _is_last(self, stage: RunStage, unit: int) -> bool:
+        """Whether a unit is the one of its step's last backward."""
+        if self.unflushed is not None:
+            return unit % self.unflushed.count == stage.last % self.unflushed.count
+        return unit == stage.last
+
+    def _take(self, stage: RunStage, unit: int) -> int:
+        if self.unflushed is not None:
+            self.unflushed.take(unit)
+        return stage.take(unit)
+
     def run(self) -> list[torch.Tensor]:
         """Execute the stream; returns the micro-batches' losses (of the last stage) in order."""
         count = 0
@@ -140,6 +185,8 @@ class PipelineRun:
                 self._begin()
                 self._play(self.stream[:count])
         self._play(self.stream[count:])
+        for following in () if self.unflushed is None else self.unflushed.ahead:
+            self._post(following)
         progress.enter("finishing sends", waits=True)
         for work, _ in self.sending:
             work.wait()
@@ -156,7 +203,8 @@ class PipelineRun:
 
     def _play(self, stream: Sequence[Instruction]) -> None:
         receives = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
-        self.coming.extend(i for i in stream if i.action in receives)
+        posted = self.posted.keys()  # by the step before
+        self.coming.extend(i for i in stream if i.action in receives and key_of(i) not in posted)
         handlers: dict[Action, Callable[[Instruction], None]] = {
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
@@ -204,7 +252,7 @@ class PipelineRun:
         """The forward of a micro-batch, or of a slice."""
         unit = s, _ = instruction.stage, instruction.microbatch
         stage, received = self.stages[s], self.activations.pop(unit, {})
-        k = stage.take(instruction.microbatch)
+        k = self._take(stage, instruction.microbatch)
         kept = self.kept.setdefault((s, k), {}) if stage.slices > 1 else None
         return stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k), kept)
 
@@ -223,10 +271,10 @@ class PipelineRun:
         gradients of what was received."""
         unit = s, k = instruction.stage, instruction.microbatch
         stage, done = self.stages[s], self.passes.pop(unit)
-        is_full, last = instruction.action is Action.BACKWARD, k == stage.last
+        is_full, last = instruction.action is Action.BACKWARD, self._is_last(stage, k)
         stage.reducer.before_backward(last=last, whole=is_full)
         output_grads = self.gradients.pop(unit, {})
-        microbatch = stage.take(k)
+        microbatch = self._take(stage, k)
         grads = stage.program.backward(done, output_grads, self.scale, last=last)
         if k % stage.slices == 0:  # no slice before it reads what was kept
             self.kept.pop((s, microbatch), None)
@@ -251,6 +299,8 @@ class PipelineRun:
 
     def _reduce(self, instruction: Instruction) -> None:
         self.stages[instruction.stage].reducer.flush()
+        if self.unflushed is not None:
+            self.unflushed.reduced(self, instruction)
 
     # --- messages ---
 
@@ -278,7 +328,7 @@ class PipelineRun:
     def _receive(self, instruction: Instruction) -> None:
         self._post_ahead(instruction)
         unit = instruction.stage, instruction.microbatch
-        posted = self.posted.pop(_key(instruction))
+        posted = self.posted.pop(key_of(instruction))
         channels = self.stages[instruction.stage].lowered.channels(instruction)
         store = self.activations if instruction.action is Action.RECV_ACTIVATION else self.gradients
         into = store.setdefault(unit, {})
@@ -287,16 +337,18 @@ class PipelineRun:
 
     def _post_ahead(self, upto: Instruction) -> None:
         """Post this receive and the next few, in stream order."""
-        while self.coming and (_key(upto) not in self.posted or len(self.posted) <= POSTED_AHEAD):
-            following = self.coming.popleft()
-            channels = self.stages[following.stage].lowered.channels(following)
-            self.posted[_key(following)] = {n: channel.post() for n, channel in channels.items()}
+        while self.coming and (key_of(upto) not in self.posted or len(self.posted) <= POSTED_AHEAD):
+            self._post(self.coming.popleft())
+
+    def _post(self, receive: Instruction) -> None:
+        channels = self.stages[receive.stage].lowered.channels(receive)
+        self.posted[key_of(receive)] = {n: channel.post() for n, channel in channels.items()}
 
 
 def _add(into: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> None:
     into[name] = into[name] + x if name in into else x
 
 
-def _key(instruction: Instruction) -> Key:
-    assert instruction.peer is not None
-    return instruction.action, instruction.stage, instruction.peer, instruction.microbatch
+def key_of(i: Instruction) -> Key:
+    """Key of a receive among those that are posted."""
+    return i.action, i.stage, i.peer, i.microbatch

@@ -268,6 +268,15 @@ def data_loader(
     }
     if is_stream(dataset):
         loader_arguments.check_stream(by_length)
+        if result.plan.outer_loop is not None:
+            raise DataError(
+                ": all ranks compare each batch of a stream, and replicas that train apart are at "
+                "steps of their own",
+                place="data_loader: dataset",
+                legal="a dataset with samples by number",
+                way_out="read each rank's rows (result.data_parallel) of the stream yourself, and "
+                "give them with local=True",
+            )
         return StreamLoader(
             dataset,
             result.data_parallel,

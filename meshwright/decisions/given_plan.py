@@ -63,16 +63,18 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
     for name, decision in DECISIONS.items():
-        if decision.allowed != "numbers" or (word := decision.allowed_by) in problem.allow:
-            continue
-        for k, holder in enumerate(plan.having(name)):
-            if decision.uses(value := getattr(holder, name)):
-                raise PlanError(
-                    f"={value!r}: numbers change with it, and it is not allowed",
-                    place="plan: " + f"stage {k}: " * (holder is not plan) + name,
-                    legal=decision.off,
-                    way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
-                )
+        word = decision.word
+        refused = decision.allowed == "numbers" and word not in problem.allow
+        for k, holder in enumerate(plan.having(name) if refused else ()):
+            if not decision.uses(value := getattr(holder, name)):
+                continue
+            of_stage = f"stage {k}: " * (decision.acts != "plan")
+            raise PlanError(
+                f"={value!r}: numbers change with it, and it is not allowed",
+                place=f"plan: {of_stage}{name}",
+                legal=decision.off,
+                way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
+            )
     if plan.is_served and (why := why_unserved(problem)):
         raise PlanError(
             f": {why}",

@@ -47,7 +47,7 @@ from meshwright.monitor import MetricsLogger
 from meshwright.planner.overrides import Overrides, making_logits
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import checked_path
-from meshwright.training import KeptCheckpoints, fit
+from meshwright.training import KeptCheckpoints, check_alone, fit
 
 NEVER = 2**30  # steps between evaluations that callbacks alone ask for
 SAMPLES = 2  # that a model is traced on
@@ -111,6 +111,7 @@ class Trainer:
         self.train_dataset = train
         self.train_dataset = self._masked(train)
         self.eval_dataset = None if eval_dataset is None else self._evaluated(eval_dataset)
+        check_alone("Trainer", planning)
         cluster = cluster or (_cpus() if args.use_cpu else Cluster.detect())
         options = self._planning(cluster)
         if "compute_loss" in self._overridden:

@@ -9,8 +9,23 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.executor.ranks import ReplicaWorld
 from meshwright.executor.runtime import Runtime, ServedRuntime
 from meshwright.planner.batch import batch_rows, input_leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOfReplica:
+    """Rows of a global batch that a rank of replica `number` of `count` feeds, which has the
+    `rows_of` it within its own."""
+
+    number: int
+    count: int
+    rows_of: Callable[[int], Sequence[int]]
+
+    def __call__(self, rows: int) -> Sequence[int]:
+        share = rows // self.count
+        return [self.number * share + row for row in self.rows_of(share)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +49,8 @@ class DataParallel:
     rows_of: Callable[[int], Sequence[int]]
 
     @staticmethod
-    def of(runtime: Runtime) -> DataParallel:
-        """Data parallelism of a runtime's rank."""
+    def of(runtime: Runtime, world: ReplicaWorld | None = None) -> DataParallel:
+        """Data parallelism of a runtime's rank, in the `world` of one replica of several."""
         step, data = runtime.planned, runtime.place.rows
         if isinstance(runtime, ServedRuntime):
             return DataParallel(
@@ -46,13 +61,18 @@ class DataParallel:
                 filling=None,
                 rows_of=runtime.rows_of,
             )
+        number, count = (0, 1) if world is None else (world.number, world.count)
+        rows_of: Callable[[int], Sequence[int]] = step.batches.share_of
+        if count > 1:
+            rows_of = RowsOfReplica(number=number, count=count, rows_of=rows_of)
+        first = number * runtime.plan.global_batch_size
         return DataParallel(
-            rank=data.rank,
-            size=data.size,
+            rank=number * data.size + data.rank,
+            size=count * data.size,
             reads=step.reads_data,
-            rows=tuple(step.batches.share),
+            rows=tuple(first + row for row in step.batches.share),
             filling=step.batches.filling,
-            rows_of=step.batches.share_of,
+            rows_of=rows_of,
         )
 
     def filled(self, batch: Any, own: int, rows: int) -> Any:

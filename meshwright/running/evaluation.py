@@ -35,7 +35,7 @@ from meshwright.executor.runtime import (
 from meshwright.planner.batch import batch_rows, input_leaves, unusual_kind
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.inputs.limits import MAX_COUNT, checked_booleans, is_number
-from meshwright.running.planned import PlannedModel
+from meshwright.running.planned import PlannedModel, in_replica
 from meshwright.running.steps import with_targets
 from meshwright.traced import TracedModel
 
@@ -78,15 +78,41 @@ class Evaluation(PlannedModel):
         return runtime
 
     @checked_booleans
+    @in_replica
     def eval_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
         """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
         dropout, batch norm by its running statistics; `local` as in `train_step`. Weights, buffers
         and gradients stay as they are. StateError for a forward that runs other operators in
-        evaluation mode. Collective."""
+        evaluation mode. Collective. Of replicas that train apart each evaluates its rows with its
+        own weights, and the mean is over all, by what each counts."""
         self._traced.check_batch(batch)
-        return self._evaluable().eval_step(with_targets(batch, targets), local=local)
+        runtime, inputs = self._evaluable(), with_targets(batch, targets)
+        if self._world is None:
+            return runtime.eval_step(inputs, local=local)
+        try:
+            how = counting(runtime.graph, self._traced.use)
+        except StateError:
+            how = Counting()
+        here = inputs if local else self._rows_here(inputs)
+        loss, count = _counted(runtime, here, how, rows=self._rows_in(here, local), local=local)
+        total, weight = self._of_replicas("eval_step", loss * count if count else 0.0, count)
+        return torch.tensor(total / weight if weight else math.nan)
+
+    def _rows_in(self, batch: Any, local: bool) -> int:
+        """Rows of a batch of one replica, of which a rank's own are given where it is `local`."""
+        if not local:
+            return batch_rows(batch)
+        return self._global_rows(batch) // self.plan.replicas
+
+    def _of_replicas(self, place: str, *numbers: float) -> list[float]:
+        """Sums of numbers over replicas that train apart. Collective."""
+        if self._world is None:
+            return [*numbers]
+        self.meetings.arrive_alike(place, f"step {self.meetings.runtime.steps}")
+        return self._world.sums(*numbers)
 
     @checked_booleans
+    @in_replica
     def forward(self, batch: Any, targets: Any = None, *, gather: bool = False) -> Any:
         """The model's output for a global batch in evaluation mode, without gradients, as the plan
         splits it: no rank gathers the weights. Collective.
@@ -113,7 +139,7 @@ class Evaluation(PlannedModel):
                 "from. Way out: load full_state_dict() into a model of its own and call that"
             )
         filled = completed(
-            with_targets(batch, targets), self._traced, asked, rows=self.plan.global_batch_size
+            with_targets(batch, targets), self._traced, asked, rows=runtime.plan.global_batch_size
         )
         result_rows = forward(runtime, filled.batch, asked, rows=filled.rows, gather=gather)
         leaves: dict[str | None, Any] = dict(result_rows.values.items())
@@ -121,6 +147,7 @@ class Evaluation(PlannedModel):
         return pytree.tree_unflatten([leaves.get(v) for v in outputs.values], outputs.spec)
 
     @checked_booleans
+    @in_replica
     def evaluate(
         self,
         batches: Iterable[Any],
@@ -155,12 +182,15 @@ class Evaluation(PlannedModel):
         group = group_of(runtime)
         for batch in together("evaluate", batches, group):
             self._traced.check_batch(batch)
-            row_count = self._global_rows(batch) if local else batch_rows(batch)
-            loss, count = _counted(runtime, batch, how, rows=row_count, local=local)
-            count = count if weigh is None else _weight(weigh(batch))
+            here = batch if local else self._rows_here(batch)
+            row_count = self._rows_in(here, local)
+            loss, count = _counted(runtime, here, how, rows=row_count, local=local)
+            count = count if weigh is None else _weight(weigh(here))
             if count:  # the mean over nothing is no number
                 total, weight = total + loss * count, weight + count
             rows, number = rows + row_count, number + 1
+        total, weight, all_rows = self._of_replicas("evaluate", total, weight, float(rows))
+        rows = round(all_rows)
         if not weight:
             raise StateError(
                 f"evaluate: {number} batches count {weight:g}, of which there is no mean; legal: "
@@ -174,6 +204,7 @@ class Evaluation(PlannedModel):
         )
 
     @checked_booleans
+    @in_replica
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -196,7 +227,7 @@ class Evaluation(PlannedModel):
         self.without_servers("generate")
         runtime = self._evaluable()
         if self._generator is None or self._generator.runtime is not runtime:
-            self._generator = Generator(runtime, self._traced, self.plan.global_batch_size)
+            self._generator = Generator(runtime, self._traced, runtime.plan.global_batch_size)
         return self._generator(
             input_ids,
             max_new_tokens,

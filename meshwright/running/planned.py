@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,15 +17,35 @@ from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, one_at_a_time, why_not_here
 from meshwright.decisions.given_plan import check_memory
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import launch, progress
-from meshwright.executor.runtime import RunOptions, Runtime, ServedRuntime
+from meshwright.executor.ranks import ReplicaWorld, launch, progress, replica_world
+from meshwright.executor.runtime import Meetings, RunOptions, Runtime, ServedRuntime
 from meshwright.executor.stages import BatchShape, CheckedPlan
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, fingerprint, graph_for, slices_at, tensor_multiple
-from meshwright.planner.pricing import Evaluator
+from meshwright.planner.pricing import Evaluator, cluster_of_replica
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running.data_parallel import DataParallel
 from meshwright.traced import TracedModel
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_replica(method: Method) -> Method:
+    """A method that runs in the world of this rank's replica, after a meeting if one is due."""
+
+    @wraps(method)
+    def inside(self: PlannedModel, *args: Any, **kwargs: Any) -> Any:
+        if self.plan.outer_loop is None or self._why_not or self._is_inside:
+            return method(self, *args, **kwargs)
+        self.meetings.meet_if_due()
+        self._is_inside = True
+        try:
+            with self._inside():
+                return method(self, *args, **kwargs)
+        finally:
+            self._is_inside = False
+
+    return cast(Method, inside)
 
 
 class PlannedModel:
@@ -41,6 +63,8 @@ class PlannedModel:
         self._traced = traced
         self._why_not = why_not_here(decision.plan, problem.cluster)
         self._runtime: Runtime | None = None
+        self._meetings: Meetings | None = None
+        self._is_inside = False
 
     def is_sample(self, item: Any) -> bool:
         """Whether this has the tensors of a batch, each without the dim of its rows."""
@@ -56,7 +80,8 @@ class PlannedModel:
 
     @one_at_a_time()
     def _checked(self) -> CheckedPlan:
-        """The plan, or that of a worker beside servers, checked on the graph of its micro-batch."""
+        """The plan, that of a replica, or of a worker beside servers, checked on the graph of its
+        micro-batch."""
         plan, traced = self._of_rank, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         return CheckedPlan.of(plan, *graph_for(plan, graph, factors), traced.run_use)
@@ -87,6 +112,7 @@ class PlannedModel:
             compile=self._request.compile,
             device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
             check_replicas=self._request.check_replicas,
+            replica=self._world.number if self._world else 0,
         )
         shapes = OtherShapes(plan, self._problem, traced)
         if self.plan.is_served:
@@ -94,6 +120,69 @@ class PlannedModel:
                 checked, traced.model, of_all=self.plan, options=options, at_shape=shapes
             )
         return Runtime(checked, traced.model, options=options, at_shape=shapes)
+
+    @property
+    def _problem_of_one(self) -> Problem:
+        """The problem of one replica: on its part of the cluster."""
+        count, cluster = self.plan.replicas, self._problem.cluster
+        if count == 1:
+            return self._problem
+        return replace(self._problem, cluster=cluster_of_replica(cluster, count, "plan"))
+
+    # --- replicas ---
+
+    @cached_property
+    def _world(self) -> ReplicaWorld | None:
+        """The world of this rank's replica, where there are several. Collective among all ranks the
+        first time."""
+        return replica_world(self.plan.replicas) if self.plan.outer_loop is not None else None
+
+    def _inside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._world is None else self._world.inside()
+
+    @property
+    def meetings(self) -> Meetings:
+        """The meetings of replicas that train apart: `lr` and `momentum` of the outer step (0.7 and
+        0.9, as in DiLoCo; 1 and 0 average the weights), which may be set on all ranks alike.
+        StateError for a plan without an outer loop."""
+        runtime, loop = self.runtime, self.plan.outer_loop
+        if loop is None or self._world is None:
+            raise StateError(
+                ": the plan has no replicas that train apart",
+                place="meetings",
+                legal="a plan with replicas",
+                way_out="plan with Overrides(replicas=...)",
+            )
+        if self._meetings is None:
+            compare = self._request.check_replicas
+            self._meetings = Meetings(runtime, loop, self._world, compare=compare)
+        return self._meetings
+
+    def meet(self) -> None:
+        """Have replicas that train apart meet now, after as many steps on all of them, whatever
+        `sync_every` says: the weights are the outer ones then. Does nothing where they have made no
+        step since, or with one replica. Collective."""
+        if self.plan.outer_loop is not None:
+            self.meetings.meet()
+
+    def _rows_here(self, batch: Any) -> Any:
+        """The rows of a global batch that are this replica's."""
+        if self._world is None or batch is None:
+            return batch
+        named, spec = input_leaves(batch)
+        count, rows = self._world.count, batch_rows(batch)
+        if rows % count:
+            raise BatchError(
+                f" has {rows} rows, which {count} replicas can't share out",
+                place="batch",
+                legal=f"a multiple of {count} rows",
+                way_out="pad or drop rows (drop_last=True of a DataLoader)",
+            )
+        share = rows // count
+        here = slice(self._world.number * share, (self._world.number + 1) * share)
+        batched = self._traced.batched
+        leaves = [x[here] if path in batched else x for path, x in named]
+        return pytree.tree_unflatten(leaves, spec)
 
     @property
     def runtime(self) -> Runtime:
@@ -109,15 +198,19 @@ class PlannedModel:
         if self._runtime is None:
             if self._why_not:
                 raise StateError(self._why_not)
-            self._runtime = self._lowered()
-            group = self.plan.group_of(launch.rank())
+            if self._world is None:
+                progress.replica = ""
+            with self._inside():
+                self._runtime = self._lowered()
+                here = launch.rank()
+            group = self.plan.group_of(here)
             progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
         return self._runtime
 
     @property
     def data_parallel(self) -> DataParallel:
         """Rows of a global batch that this rank feeds."""
-        return DataParallel.of(self._going_on)
+        return DataParallel.of(self._going_on, self._world)
 
     def _global_rows(self, batch: Any) -> int:
         """The rows of a global batch of which a rank's own are given, as far as it knows."""

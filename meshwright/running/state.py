@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,14 +14,14 @@ from torch import nn
 from meshwright.costmodel.memory import optimizer_named
 from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
-from meshwright.executor.checkpoint import Saving, checkpoint, weights
+from meshwright.executor.checkpoint import Saving, checkpoint, load_apart, save_apart, weights
 from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
-from meshwright.executor.ranks import background, launch, progress, run_on_all
+from meshwright.executor.ranks import background, gloo_group, launch, progress, run_on_all
 from meshwright.executor.runtime import ServedRuntime, group_of
 from meshwright.executor.stages import check_trains, chosen_matrices, stepped_whole
 from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import checked_booleans
-from meshwright.running.planned import PlannedModel
+from meshwright.running.planned import PlannedModel, in_replica
 
 T = TypeVar("T")
 
@@ -43,6 +43,14 @@ class State(PlannedModel):
         with progress.during("checking the optimizer"):
             run_on_all(group, lambda: check_trains(optimizer, runtime.model))
 
+    @in_replica
+    def _checked_optimizer(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> torch.optim.Optimizer | None:
+        """An optimizer that trains the model alone, as this rank holds it. Collective."""
+        self._check_optimizer(optimizer)
+        return self._held(optimizer)
+
     def _held(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
         """An optimizer over parameters as this rank holds them. Collective."""
         return optimizer.spread() if isinstance(optimizer, WholeTensors) else optimizer
@@ -57,6 +65,7 @@ class State(PlannedModel):
         needs whole matrices has `whole_tensor_optimizer`."""
         return (p for _, p in self.named_parameters())
 
+    @in_replica
     def make_optimizer(
         self,
         kind: str | Callable[..., torch.optim.Optimizer] | None = None,
@@ -115,6 +124,7 @@ class State(PlannedModel):
                 legal="options of that optimizer",
             ) from error  # fmt: skip
 
+    @in_replica
     def whole_tensor_optimizer(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -135,22 +145,43 @@ class State(PlannedModel):
         held, place = runtime.stage_parameters, runtime.place
         return WholeTensors(optimizer_class, chosen, held=held, place=place, options=options)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """This stage's parameters (DTensors) and buffers by FQN, tied names included."""
-        return self.runtime.state_dict()
+    @contextmanager
+    def _as_met(self) -> Iterator[None]:
+        """Context in which the weights are those of the last meeting of replicas, where there are
+        several."""
+        if self.plan.outer_loop is None:
+            yield
+        else:
+            with self.meetings.holding():
+                yield
 
+    @in_replica
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This stage's parameters (DTensors) and buffers by FQN, tied names included; of replicas
+        that train apart copies of the weights at their last meeting, collective within each."""
+        if self.plan.outer_loop is None:
+            return self.runtime.state_dict()
+        with self._as_met():
+            return {name: x.clone() for name, x in self.runtime.state_dict().items()}
+
+    @in_replica
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, torch.Tensor]:
         """The whole model's state as CPU tensors, for `model.load_state_dict`; on every rank, or
-        tensor by tensor on one `rank`, the others getting an empty dict. Collective."""
-        if rank is None or self.plan.is_served:
-            state = self.runtime.full_state_dict()
-            return state if rank in (None, launch.rank()) else {}
-        return export.full_state_dict(self.runtime, rank)
+        tensor by tensor on one `rank`, the others getting an empty dict. Collective. Of replicas
+        that train apart the weights at their last meeting, and `rank` is one of each."""
+        with self._as_met():
+            if rank is None or self.plan.is_served:
+                state = self.runtime.full_state_dict()
+                return state if rank in (None, launch.rank()) else {}
+            return export.full_state_dict(self.runtime, rank)
 
+    @in_replica
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from a whole state dict by FQN."""
+        self.runtime.check_drained("load_state_dict")
         self.runtime.load_state_dict(state)
 
+    @in_replica
     def init_weights(self, seed: int = 0) -> None:
         """Initialise a model that is on meta as `model.to_empty(device="cpu")`, `torch.manual_seed`
         and `model.apply` of the modules' own initialisers do on one device (not as the constructor,
@@ -158,8 +189,10 @@ class State(PlannedModel):
         keeping its part. ValueError where nothing is on meta; it names tensors without an
         initialiser.
         """
+        self.runtime.check_drained("init_weights")
         weights.init_weights(self.runtime, seed)
 
+    @in_replica
     def load_weights(self, path: str | Path) -> None:
         """Read weights from a `torch.save` file, safetensors (a file, or a folder with an index) or
         a checkpoint, each rank only its part. Collective. Checkpoints and folders of
@@ -167,6 +200,7 @@ class State(PlannedModel):
         and for names of files outside the folder, RuntimeError for a file that is damaged or would
         run code.
         """
+        self.runtime.check_drained("load_weights")
         weights.load_weights(self.runtime, path)
 
     @checked_booleans
@@ -190,16 +224,24 @@ class State(PlannedModel):
         adapters the trained parameters. Raises ValueError for what can't be saved so, RuntimeError
         where writing fails, the same on all ranks.
         """
-        self._written(
-            lambda: export.save_pretrained(
-                self.runtime,
-                path,
-                max_shard_size=max_shard_size,
-                trainable_only=trainable_only,
-                dtype=dtype,
-                submodule=submodule,
-            )
-        )
+        options: dict[str, Any] = {
+            "max_shard_size": max_shard_size,
+            "trainable_only": trainable_only,
+            "dtype": dtype,
+            "submodule": submodule,
+        }
+        if self._world is None:
+            self._written(lambda: export.save_pretrained(self.runtime, path, **options))
+            return
+        self.meetings.meet_if_due()
+
+        def first() -> None:
+            if self._world is not None and self._world.number == 0:
+                with self._inside(), self._as_met():
+                    export.save_pretrained(self.runtime, path, **options)
+
+        self.meetings.arrive_alike("save_pretrained", str(path))
+        run_on_all(gloo_group(), first)
 
     def _written(self, write: Callable[[], T]) -> T | None:
         """Write by all ranks; beside servers by the first one, as all have all. Collective."""
@@ -239,8 +281,11 @@ class State(PlannedModel):
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
-        self._check_optimizer(optimizer)
-        held, runtime = self._held(optimizer), self.runtime
+        self.runtime.check_drained("save_checkpoint")
+        held, runtime = self._checked_optimizer(optimizer), self.runtime
+        if self.plan.outer_loop is not None:
+            save_apart(self.meetings, path, held, extra=extra)
+            return Saving(thread=None)
         states = runtime.all_states(held) if isinstance(runtime, ServedRuntime) else nullcontext()
         same = self._same_extra(extra)
         with states:
@@ -266,9 +311,12 @@ class State(PlannedModel):
         about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
         damaged file, or one that would run code), the same on all ranks.
         """
-        self._check_optimizer(optimizer)
-        held, runtime = self._held(optimizer), self.runtime
-        checkpoint.load(runtime, path, held, extra=extra)
+        self.runtime.check_drained("load_checkpoint")
+        held, runtime = self._checked_optimizer(optimizer), self.runtime
+        if self.plan.outer_loop is not None:
+            load_apart(self.meetings, path, held, extra=extra)
+        else:
+            checkpoint.load(runtime, path, held, extra=extra)
         if isinstance(runtime, ServedRuntime) and held is not None:
             runtime.keep_own(held)
         if isinstance(optimizer, WholeTensors) and held is not None:

@@ -15,9 +15,8 @@ from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.operators import Problem
 from meshwright.executor.devices import Clock
-from meshwright.executor.errors import BatchError, OptimizerError
+from meshwright.executor.errors import BatchError, OptimizerError, StateError
 from meshwright.executor.parameters import clip_, name_of
-from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import MeasuredStep, Stopwatch, timed_step
 from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, TokenCount, logger_for
 from meshwright.planner.batch import batch_rows
@@ -25,7 +24,7 @@ from meshwright.planner.plan import Plan, sized
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import ArgumentError, shown
 from meshwright.profiles.inputs.limits import checked_booleans, is_number
-from meshwright.running.planned import PlannedModel
+from meshwright.running.planned import PlannedModel, in_replica
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class Steps(PlannedModel):
     _stepped: bool = False  # by an optimizer that was given
 
     @checked_booleans
+    @in_replica
     def train_step(
         self,
         batch: Any,
@@ -69,12 +69,20 @@ class Steps(PlannedModel):
         `servers` makes no others, either: every rank gives the same batch and its own optimizer, of
         which those of the servers step. A worker returns the mean loss of its own rows, a server
         the mean of those that it was told in this round.
+
+        Replicas that train apart take their own rows of the batch, and return the mean loss over
+        those; they meet at the start of the first call after a meeting is due.
+
+        Of a pipeline with `staleness` s the gradients are those of s steps ago, or of fewer on some
+        stages, and so is the loss: that of the batch given s calls ago, NaN before there is one, so
+        that reading it waits for nobody. What is outstanding then comes by `drain`.
         """
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         check_step(optimizer, max_grad_norm)
         check_in_backward(self.plan, optimizer, max_grad_norm, "train_step")
         inputs = with_targets(batch, targets)
+        inputs = inputs if local else self._rows_here(inputs)
         if optimizer is not None:
             return self._whole_step(inputs, optimizer, max_grad_norm, local=local)
         return self._step(inputs, local=local)
@@ -97,15 +105,13 @@ class Steps(PlannedModel):
         """A step with the optimizer's; the first one says where another was planned with."""
         if not self._stepped:
             self._stepped = True
-            if launch.rank() == 0 and (
-                said := other_than_counted(optimizer, self.plan, self._problem)
-            ):
+            if self._speaks and (said := other_than_counted(optimizer, self.plan, self._problem)):
                 log.warning("%s", said)
         if self.plan.optimizer_in_backward or self.plan.is_served:
             return self._step(inputs, local=local, optimizer=optimizer).detach()
         if not self.plan.post_validation:
             optimizer.zero_grad()
-            loss = self.train_step(inputs, local=local)
+            loss = self._step(inputs, local=local)
             if max_norm is not None:
                 self.clip_grad_norm_(max_norm)
             optimizer.step()
@@ -124,6 +130,30 @@ class Steps(PlannedModel):
             self.monitor.note(grad_norm=norms[0])
         return loss
 
+    def drain(
+        self, optimizer: torch.optim.Optimizer | None = None, *, max_grad_norm: float | None = None
+    ) -> torch.Tensor | None:
+        """A `train_step` without a batch, of a plan with `staleness`: runs backwards that are
+        outstanding, adds the gradients that are due to `.grad`, steps an `optimizer` that is given
+        as `train_step` does, and returns the loss of the newest batch that is done with. None, and
+        nothing is done, where nothing is outstanding (always, under other plans). Collective.
+
+            while result.drain(optimizer) is not None:
+                pass
+        """
+        check_step(optimizer, max_grad_norm)
+        if not self.plan.staleness or self.plan.is_served:
+            return None
+        if optimizer is not None and self.runtime.outstanding:
+            optimizer.zero_grad()
+        loss = self.runtime.drain()
+        if loss is not None and optimizer is not None:
+            if max_grad_norm is not None:
+                self.clip_grad_norm_(max_grad_norm)
+            optimizer.step()
+        return loss
+
+    @in_replica
     def settle(self) -> None:
         """Wait until the last step is validated, where the plan does so afterwards: parameters and
         optimizer states are those of the step then. Collective."""
@@ -132,7 +162,13 @@ class Steps(PlannedModel):
     def _size(self, inputs: Any, local: bool) -> BatchSize:
         """The size of the global batch that is given, or of which a rank's own rows are, as far as
         it knows."""
-        return self._tokens.size(inputs, self._global_rows(inputs) if local else batch_rows(inputs))
+        rows = self._global_rows(inputs) if local else batch_rows(inputs) * self.plan.replicas
+        return self._tokens.size(inputs, rows)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank says what is said once for all."""
+        return self._going_on.place.rank == 0 and (self._world is None or self._world.number == 0)
 
     @cached_property
     def _tokens(self) -> TokenCount:
@@ -143,11 +179,12 @@ class Steps(PlannedModel):
         """Measurements of this rank's steps; `monitor.told` is their deviation from the prediction,
         after 20 of them."""
         if self._monitor is None:
-            runtime, rank = self._going_on, launch.rank()
+            runtime = self._going_on
+            rank = runtime.place.rank
             self._monitor = Monitor(
                 Predicted.of(self.report, rank),
                 Clock(runtime.place.device),
-                rank,
+                rank if self._world is None else self._world.rank,
                 lambda: runtime.steps,
                 self._guard_numbers,
             )
@@ -195,6 +232,13 @@ class Steps(PlannedModel):
         connect the ranks and compile, so call it after a few. Returns the loss and the times
         against those predicted; `str()` of it is a table.
         """
+        if self.plan.outer_loop is not None:
+            raise StateError(
+                ": replicas that train apart have no step of all ranks",
+                place="timeline",
+                legal="a plan without an outer loop",
+                way_out="run plan.of_one_replica on the ranks of one",
+            )
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
         self.without_servers("timeline")
@@ -202,6 +246,7 @@ class Steps(PlannedModel):
         self._traced.check_batch(batch)
         return timed_step(self.runtime, with_targets(batch, targets), path, self.report.timeline)
 
+    @in_replica
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
         norm before, equal on all ranks. Collective.

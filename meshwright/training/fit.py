@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -214,6 +214,7 @@ def _planned(
     hosts: tuple[int, ...],
 ) -> ParallelModel:
     if isinstance(model, ParallelModel):
+        check_alone("fit", model.plan)
         check_hosts(hosts, folder, decided=True)
         if planning is not None:
             raise FitError(
@@ -226,6 +227,7 @@ def _planned(
     check_planned(model, planning)
     options = dict(planning or {})
     check_hosts(hosts, folder, decided="plan" in options)
+    check_alone("fit", planning)
     if "global_batch_size" not in options:
         raise FitError(
             " has no global_batch_size",
@@ -389,7 +391,7 @@ class KeptPlans:
         """Have a plan for each of these numbers of hosts; those on which the run can't go on are
         named in a warning. Collective."""
         for count in sorted(set(hosts) - {cluster.num_nodes}):
-            other = replace(cluster, num_nodes=count)
+            other = cluster.on_nodes(count)
             if self.has(other):
                 continue
             try:
@@ -452,6 +454,28 @@ def check_hosts(hosts: tuple[int, ...], folder: Path | None, *, decided: bool) -
             legal="with a plain module, which is planned here, and a folder that keeps its plans",
             way_out="leave hosts out, or pass folder=, and the module without plan=",
         )
+
+
+def check_alone(who: str, planned: Plan | Mapping[str, Any] | None) -> None:
+    """Raise ValueError, before anything is searched, for replicas that train apart, of a plan or
+    that are asked for in arguments of `auto_parallelize`."""
+    plan = planned if isinstance(planned, Plan) else None
+    asked: Mapping[str, Any] = planned if isinstance(planned, Mapping) else {}
+    if isinstance(given := asked.get("plan"), str | Path):
+        plan = Plan.load(given)
+    elif isinstance(given, Plan):
+        plan = given
+    overrides, allowed = asked.get("overrides"), asked.get("allow") or ()
+    several = isinstance(overrides, Overrides) and (overrides.replicas or 1) > 1
+    if not (several or "replicas" in allowed or (plan is not None and plan.outer_loop)):
+        return
+    raise FitError(
+        ": replicas that train apart stop, save and evaluate at steps of their own, of which the "
+        "loop knows nothing",
+        place=f"{who}: replicas",
+        legal="a plan without an outer loop, and no replicas in overrides or allow",
+        way_out="train with auto_parallelize and a loop of train_step(batch, optimizer=...)",
+    )
 
 
 def check_functions(

@@ -175,6 +175,7 @@ class Loop:
         try:
             self._do(self._agreed("begin"))
             ended = self._run(requests)
+            self._drain()
             self.result.settle()
             self.result.monitor.close()
         except KeyboardInterrupt:
@@ -341,6 +342,12 @@ class Loop:
         if self.shown is not None:
             self.shown.at(self.progress.step, self.steps)
 
+    def _drain(self) -> None:
+        """Step with the gradients that are outstanding, of a pipeline that is not flushed."""
+        norm = self.max_grad_norm
+        while (loss := self.result.drain(self.optimizer, max_grad_norm=norm)) is not None:
+            self.loss = loss
+
     def _evaluate(self, evaluations: Evaluations) -> set[str]:
         metrics, progress = dict(evaluations.run()), self.progress
         value = evaluations.value(metrics)
@@ -366,6 +373,7 @@ class Loop:
         if self.saves is None or self.saved_step == self.progress.step:
             return
         self.result.monitor.close()  # who goes on from here does not log this step again
+        self._drain()
         checkpoints, step = self.saves.checkpoints, self.progress.step
         if isinstance(self.watch, Stateful):
             self.progress.watched = run_on_first(self._group, self.watch.state_dict)

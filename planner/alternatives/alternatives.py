@@ -67,6 +67,9 @@ def _offered(search: Search, result: SearchResult) -> Iterator[Family]:
         asks={"forbid": ["unequal_meshes"]},
         has=lambda plan: len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) == 1,
     )
+    if branches := search.space.branches:
+        yield _branches("branches one after the other", 1)
+        yield _branches("branches apart", len(branches))
     yield from map(_device_groups, _near({c.groups for c in meshes}, plan))
     if any(choice.mesh.spread > 1 for choice in meshes):
         yield Family(
@@ -102,6 +105,11 @@ def _degree(axis: str, n: int) -> Family:
         asks={axis: n},
         has=lambda plan: all(getattr(s, axis) == n for s in plan.stages),
     )
+
+
+def _branches(name: str, count: int) -> Family:
+    asks, apart = {"branches": count}, count > 1
+    return Family(name=name, asks=asks, has=lambda plan: bool(plan.branches) == apart)
 
 
 def _device_groups(n: int) -> Family:

@@ -613,9 +613,7 @@ def _fewer(search: Search, result: SearchResult) -> Iterator[_Try]:
     cluster, batch = search.problem.cluster, search.global_batch_size
     nodes, devices = cluster.num_nodes, cluster.devices_per_node
     shared = math.gcd(batch, cluster.num_devices)
-    parts = [
-        (replace(cluster, num_nodes=n), f"{n} of {nodes} nodes") for n in divisors(nodes)[-2::-1]
-    ]
+    parts = [(cluster.on_nodes(n), f"{n} of {nodes} nodes") for n in divisors(nodes)[-2::-1]]
     better = [n for n in range(1, devices) if math.gcd(batch, n * nodes) > shared]
     parts += [
         (replace(cluster, devices_per_node=n), f"{n} of {devices} devices of each node")

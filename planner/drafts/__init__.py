@@ -8,6 +8,7 @@ from meshwright.planner.drafts.combinations import (
     StageSetup,
     Waiting,
 )
-from meshwright.planner.drafts.drafter import Drafter, Given, UnequalStages
+from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space
+from meshwright.planner.drafts.unequal import UnequalStages

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, TypeAlias
 
-from meshwright.costmodel.graph import Block
+from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
@@ -26,6 +26,7 @@ from meshwright.planner.plan import (
     StagePlan,
     arriving_states,
     away_blocks,
+    crossings,
     express_shardings,
     sent_in_parts,
     stage_on,
@@ -99,15 +100,17 @@ def make_draft(
         global_batch_size=global_batch_size,
         num_microbatches=pipeline.num_microbatches // pipeline.slices,
         slices=tuple(slices) or _slices(coster, stages, pipeline),
+        branches=pipeline.depths,
         schedule=pipeline.schedule,
         precision=coster.problem.precision,
+        staleness=pipeline.staleness,
         stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
         chunked_loss=coster.graph.loss_parts,
     )
     stepping = stages[0].setup.stepping
     if stepping != "validated" or len(plan.devices) > 1:
         plan = plan.stepped(stepping)
-    assignments = _assignments(stages)
+    assignments = _assignments(stages, plan, coster.graph)
     arriving = arriving_states(plan, coster.graph, assignments)
     blocks = (
         stage_blocks(plan, k, coster, *of_stage)
@@ -138,11 +141,19 @@ def _slices(
     return even_work(coster.problem.factors.length, pipeline.slices, attention, multiple)
 
 
-def _assignments(stages: Sequence[StageDraft]) -> list[dict[str, Assignment]]:
-    """The assignments of each stage's blocks, by name; what goes to a stage on another mesh is
-    whole."""
+def _assignments(
+    stages: Sequence[StageDraft], plan: Plan, graph: Graph
+) -> list[dict[str, Assignment]]:
+    """The assignments of each stage's blocks, by name; what goes to a stage on another mesh, or to
+    another one than the next, is whole."""
     meshes = [d.setup.mesh for d in stages]
     alike = [False, *((a.tp, a.dp, a.cp) == (b.tp, b.dp, b.cp) for a, b in pairwise(meshes)), False]
+    if plan.branches:
+        sends = crossings(plan, graph)
+        targets = [{b for a, b in sends if a == k} for k in range(len(stages))]
+        sources = [{a for a, b in sends if b == k} for k in range(len(stages))]
+        for k in range(1, len(stages)):
+            alike[k] &= targets[k - 1] == {k} and sources[k] == {k - 1}
     return [
         d.setup.chain.assignments(d.start, d.stop, whole=(not before, not after))
         for d, before, after in zip(stages, alike, alike[1:], strict=False)
@@ -153,7 +164,7 @@ def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
     """The plan of a draft, written out and priced from what is written. Where some blocks are
     recomputed, it is the faster one of two: a stage's highest point may be in its last block's
     backward or not."""
-    assignments = _assignments(draft.stages)
+    assignments = _assignments(draft.stages, draft.plan, coster.graph)
     plan = _with_shardings(coster, draft, assignments)
     candidate = _candidate(coster, draft, plan, assignments, ends=True)
     if all(set(stage.policies) == {"none"} for stage in candidate.plan.stages):
@@ -385,6 +396,10 @@ def _ranks(
     stages: Sequence[StageDraft], pipeline: Pipeline, cluster: Cluster
 ) -> list[tuple[int, ...]]:
     meshes = [d.setup.mesh for d in stages]
+    if pipeline.groups:
+        sizes = [meshes[of_device[0]].devices for of_device in pipeline.placed]
+        placed = place_stages(sizes, cluster)
+        return [placed[device] for device in pipeline.groups]
     if pipeline.each > 1 or meshes[0].spread > 1:
         return [*map(spread_ranks, meshes, pipeline.device_of)]
     return place_stages([mesh.devices for mesh in meshes], cluster)

@@ -146,6 +146,7 @@ class EqualStages:
             return
         work = self._work(mesh, m, groups)
         schedules = self.space.schedules(groups, m, slices=self.space.slices(mesh, m))
+        schedules += self.space.late_schedules(mesh, groups, m)
         bound_s = min((p.record.bound_s(*work, m, groups) for p in schedules), default=math.inf)
         if np.isfinite(bound_s):
             for placed in self.space.placements(mesh, groups):
@@ -203,8 +204,9 @@ class EqualStages:
         pipelines = self.space.schedules(choice.groups, m, setup.sharing, slices)
         yield setup, pipelines
         for stepping in self.space.other_steppings:
-            may = [p for p in pipelines if self.space.may_step(stepping, p, setup.sharing)]
-            if may:
+            late = self.space.late_schedules(choice.mesh, choice.groups, m, setup.sharing)
+            of = late if stepping == "stale" else pipelines
+            if may := [p for p in of if self.space.may_step(stepping, p, setup.sharing)]:
                 setting = replace(setup.chain.setting, stepping=stepping)
                 forced = self.space.restrictions.recompute
                 chain = self.programs.chain(setting, setup.chain.mode, forced)

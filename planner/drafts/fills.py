@@ -31,10 +31,12 @@ def in_turn_s(pipeline: Pipeline, one_s: float) -> float:
 @lru_cache(maxsize=1024)
 def held_at_peak(pipeline: Pipeline) -> tuple[InFlight, ...]:
     """Per stage, its even share of the micro-batches in flight at its device's peak."""
-    if pipeline.each == 1 and not pipeline.record.splits_backward:
+    alike = pipeline.each == 1 or pipeline.depths
+    if alike and not pipeline.record.splits_backward:
         alone = [in_flight(pipeline, k) for k in range(pipeline.num_stages)]
         return tuple(InFlight(active=min(n, pipeline.num_microbatches - 1), first=n) for n in alone)
-    devices = [_at_peak(held, pipeline.each) for held in moments(pipeline)]
+    of_devices = zip(moments(pipeline), pipeline.placed, strict=True)
+    devices = [_at_peak(held, len(stages)) for held, stages in of_devices]
     return tuple(devices[device] for device in pipeline.device_of)
 
 

@@ -36,6 +36,7 @@ from meshwright.costmodel.sharding import FactorTable, why_not_sliced
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
+from meshwright.planner.branches import branches_of
 from meshwright.planner.decisions import slices_in
 from meshwright.planner.drafts.reliefs import Relief, legal_stages, reliefs, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
@@ -57,6 +58,7 @@ MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps, or in a slice
 SLICES = (2, 4, 8, 16, 32)  # that the search tries
 MOST_SLICES = 128
 FULL = 8  # micro-batches for each device group but one that leave little of a pipeline empty
+NODE_COUNTS = 16  # whole nodes that a stage may have where branches lie apart, in steps
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
@@ -191,6 +193,37 @@ class Space:
         between = (n for n in self.microbatch_counts() if low < n < high and n != m)
         return [n for n in between if self.rows(n) % dp == 0]
 
+    # --- branches ---
+
+    @cached_property
+    def branches(self) -> tuple[range, ...]:
+        """The blocks of each branch that may lie on devices of its own; none where none may. Raises
+        `OverrideError` where another number is asked for than there is."""
+        asked = self.restrictions.branches
+        count = None if asked is None else slices_in(asked)
+        if count == 1:
+            return ()
+        found = branches_of(self.graph, self.factors)
+        why = "" if found else "the model has no two that begin with it, one after the other"
+        if found and not self.may_differ:
+            why = "they need device groups of their own, of any meshes, side by side"
+        if count and (why or (isinstance(asked, int) and asked != len(found))):
+            raise OverrideError(
+                f"={shown(asked)}: {why or f'the model has {len(found)}'}",
+                place="override branches",
+                legal="1" if why else f"1, {len(found)}",
+                way_out="drop the override",
+            )
+        sliced, validated = (self.slices_asked or 1) > 1, self.restrictions.steppings[0] != "at_end"
+        apart = self.problem.target.gradients_come and not (why or sliced or validated)
+        return found if apart else ()
+
+    @property
+    def must_be_apart(self) -> bool:
+        """Whether the user asked for branches apart."""
+        asked = self.restrictions.branches
+        return asked is not None and slices_in(asked) > 1
+
     # --- token slices: m counts what goes through a stage at a time, be it micro-batches or slices
 
     @cached_property
@@ -313,11 +346,15 @@ class Space:
 
     def sizes(self) -> list[int]:
         """Devices that a stage may have where stages are not alike: any part of a single node;
-        of several nodes the parts that divide one, and whole nodes that divide all."""
+        of several nodes the parts that divide one, and whole nodes that divide all; for branches of
+        unequal work other numbers of nodes, too."""
         node, nodes = self.cluster.devices_per_node, self.cluster.num_nodes
         if nodes == 1:
             return list(range(1, node + 1))
-        return divisors(node) + [node * k for k in divisors(nodes)[1:]]
+        whole = {*divisors(nodes)}
+        if self.branches:
+            whole |= {*range(1, nodes, math.ceil(nodes / NODE_COUNTS))}
+        return divisors(node) + [node * k for k in sorted(whole - {1})]
 
     def stage_counts(self) -> list[int]:
         """Numbers of equal device groups that the cluster divides into, no part straddling."""
@@ -523,6 +560,8 @@ class Space:
         """Whether optimizers may step so."""
         if sharing.compression:
             return False
+        if stepping == "stale":
+            return not pipeline.record.flushes
         if stepping == "in_backward":
             alone = pipeline.num_stages * pipeline.num_microbatches == 1 and not sharing.zero
             return alone and not pipeline.record.splits_backward
@@ -531,10 +570,16 @@ class Space:
         return staggered and not writes and not sharing.gathers
 
     def schedules(
-        self, groups: int, m: int, sharing: Sharing = UNSHARED, slices: int | None = None
+        self,
+        groups: int,
+        m: int,
+        sharing: Sharing = UNSHARED,
+        slices: int | None = None,
+        stepping: Stepping | None = None,
     ) -> list[Pipeline]:
         """Equal stages under each schedule; on one device group only the one that holds least.
-        Where m are `slices` of micro-batches, those schedules that take them; None: as asked."""
+        Where m are `slices` of micro-batches, those schedules that take them; None: as asked. Of
+        optimizers that step so, the first way where nothing is said."""
         slices = slices or self.slices_asked or 1
         over, most = self.restrictions, len(self.cut_at) - 1
         if self._held_twice and (self._validates or self.reliefs[0].host):
@@ -546,6 +591,8 @@ class Space:
             if slices == 1 or (schedule.sliced and not sharing.gathers)
             if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
             if schedule.copies == 1 or not sharing.compression
+            if schedule.flushes or self._may_be_late(schedule, groups, m, sharing)
+            if schedule.flushes == ((stepping or over.steppings[0]) != "stale")
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:
@@ -566,6 +613,19 @@ class Space:
             if groups * v // schedule.copies <= most
         ]
 
+    def late_schedules(
+        self, mesh: Mesh, groups: int, m: int, sharing: Sharing = UNSHARED
+    ) -> list[Pipeline]:
+        """Equal stages under schedules without a flush, where the search may find that they pay."""
+        if "stale" not in self.other_steppings or mesh.cp * mesh.ep > 1:
+            return []
+        return self.schedules(groups, m, sharing, 1, stepping="stale")
+
+    def _may_be_late(self, schedule: Schedule, groups: int, m: int, sharing: Sharing) -> bool:
+        """Whether a schedule without a flush may have such stages."""
+        alone = sharing.zero < 2 and not sharing.compression and not self.reliefs[0].host
+        return alone and self.restrictions.staleness in (None, schedule.staleness(m, groups))
+
     # --- cuts ---
 
     @cached_property
@@ -577,6 +637,7 @@ class Space:
             return tuple(range(count + 1))
         every = 2 ** math.ceil(math.log2(count / MAX_CUTS))
         cuts, row = {0, count, *(self.restrictions.cuts or ())}, 0
+        cuts |= {at for run in self.branches for at in (run.start, run.stop)}
         for k in range(1, count):
             row = row + 1 if classes[k] == classes[k - 1] else 0
             if row % every == 0:

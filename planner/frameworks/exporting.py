@@ -42,6 +42,14 @@ def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Expor
             f": servers={plan.servers}, and {kind.name} has none",
             place="plan", legal="servers=0", way_out="plan again without servers",
         )  # fmt: skip
+    if plan.outer_loop is not None:
+        raise ConfigurationError(
+            f": {plan.replicas} replicas train apart, of which {kind.name} has no outer loop",
+            place="plan: outer_loop",
+            legal="a plan without",
+            way_out="write plan.of_one_replica, which each of them runs, or run the plan with "
+            "train_step",
+        )
     values, lost = values_of(plan, kind)
     _fold(values, kind, lost)
     if optimizer is not None and "optimizer" in kind.names:
@@ -138,7 +146,13 @@ def _same(name: str, ours: Any, theirs: Any, values: Mapping[str, Any]) -> bool:
 
 
 def values_of(plan: Plan, kind: Format) -> tuple[dict[str, Any], list[Lost]]:
-    """A plan's values, one of each for all stages, and what stages have otherwise."""
+    """A plan's values, one of each for all stages, and what stages have otherwise. Raises
+    `ConfigurationError` for branches apart, which no other software has."""
+    if plan.branches:
+        raise ConfigurationError(
+            f"={list(plan.branches)}: stages of {kind.name} follow each other",
+            place="plan: branches", legal="none", way_out="plan again with branches=1",
+        )  # fmt: skip
     chain = [plan.stages[k] for k in pipelines(plan)[0]]
     names = [name for stage in chain for name in stage.blocks]
     layers: set[str] = {*layers_of(names)}

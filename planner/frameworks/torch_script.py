@@ -70,13 +70,15 @@ REFUSED = {
     "cp": "attention on a part of the tokens is no style of parallelize_module",
     "ep": "experts on other ranks are no style of parallelize_module",
     "servers": "torch's optimizers step what a rank computes with",
-    "staleness": "torch's collectives wait for all",
+    "replicas": "torch has no outer loop of replicas that train apart",
 }
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
     "quantized": ("fully_shard sends whole numbers", "weights and gradients as they are"),
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
+    "staleness": ("torch's schedules flush the pipeline", "gradients of the step's own batch"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
+    "branches": ("torch's stages follow each other", "branches one after the other"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),
     "chunked_loss": ("the loss is the model's or the user's", "the loss in one part"),
@@ -158,14 +160,16 @@ def torch_script(plan: Plan, graph: Graph, *, module: str) -> Script:
 
 def _check(plan: Plan, graph: Graph) -> None:
     """Raise `ScriptError` for what no script says."""
-    for k, stage in enumerate(plan.stages):
-        for name, why in REFUSED.items():
-            value, off = getattr(stage if hasattr(stage, name) else plan, name), DECISIONS[name].off
-            if value > off:
+    for name, why in REFUSED.items():
+        off = DECISIONS[name].off
+        for k, holder in enumerate(plan.having(name)):
+            if (value := getattr(holder, name)) > off:
+                place = f"stage {k}: {name}" if holder is not plan else name
                 raise ScriptError(
-                    f"={value}: {why}", place=f"stage {k}: {name}", legal=str(off),
+                    f"={value}: {why}", place=place, legal=str(off),
                     way_out=f"plan again with {name}={off}, or run the plan with train_step",
                 )  # fmt: skip
+    for k, stage in enumerate(plan.stages):
         if (stage.dp, stage.tp) != (plan.stages[0].dp, plan.stages[0].tp):
             raise ScriptError(
                 f": dp{stage.dp}×tp{stage.tp} after dp{plan.stages[0].dp}×tp{plan.stages[0].tp}; "

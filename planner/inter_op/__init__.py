@@ -4,6 +4,7 @@ from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.inter_op.partition import (
     InterOpSolution,
     MemoryShortfall,
+    StageChoice,
     minimal_shortfall,
     solve_inter_op,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.costmodel.recompute import REGATHERING
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.decisions import CHOICES, DECISIONS, SHARING, forbids
@@ -94,7 +95,9 @@ def check_plan_for(plan: Plan, target: Target) -> None:
 
 def excluded_by(target: Target) -> tuple[str, ...]:
     """Names that an override may forbid, of what the target can't run."""
-    return (*target.excludes, *(() if target.regathers else REGATHERING))
+    late = [name for name, record in SCHEDULES.items() if not record.flushes]
+    own = [] if target.gradients_come else late
+    return (*target.excludes, *own, *(() if target.regathers else REGATHERING))
 
 
 def _excluded(target: Target, name: str, value: object) -> bool:

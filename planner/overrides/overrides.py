@@ -59,12 +59,13 @@ class Overrides:
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, `slices`, in
-    how many parts of its tokens each goes through the pipeline, or their sizes (1: whole), the
-    `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
-    node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
-    "ulysses". `stages` lists the blocks of each stage (of one copy of the model). `shardings` maps
-    globs over modules, operators or parameters to decisions (`colwise`, `rowwise`, `vocab`,
-    `replicate`, `S(0)@tp`).
+    how many parts of its tokens each goes through the pipeline, or their sizes (1: whole),
+    `branches`, how many of the model's lie on device groups of their own, or how many groups each
+    stage is from the end (1: stages follow each other), the `schedule`, `placement`, the axes from
+    the innermost ("tp,pp,dp": the pipeline inside the node), and `cp_kind`, how attention runs
+    where cp splits its tokens: "all_gather", "ring" or "ulysses". `stages` lists the blocks of each
+    stage (of one copy of the model). `shardings` maps globs over modules, operators or parameters
+    to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
     `offload` is the part of each stage's optimizer states, with their step, in host memory, and of
     its blocks those that send what they save for the backward there: {"optimizer": 0.5,
     "activations": 1}, what isn't named 0; free, there is none unless nothing fits without, or it is
@@ -73,9 +74,12 @@ class Overrides:
     `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
     `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
     `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
-    step, so that only a few gradients are there at once. The first `servers` ranks keep and step
-    the weights for all others, whose gradients may be up to `staleness` steps late, where that is
-    allowed ("stale"). `forbid`
+    step, so that only a few gradients are there at once. `staleness` is the number of steps by
+    which gradients may come late, of a pipeline that is never flushed or to servers (0: none do).
+    The first `servers` ranks keep and step the weights for all others. `replicas`
+    train apart, each on its rows of the batch, and meet every `sync_every` steps (100), where they
+    send changes in `outer_bits` (32 or 8), their weights in `fragments` at steps of their own;
+    without them there are none, unless they are allowed and pay. `forbid`
     lists what must not be used: one of `forbiddable()`. Raises `OverrideError`.
     """
 
@@ -88,6 +92,7 @@ class Overrides:
     microbatch_size: int | None = None
     num_microbatches: int | None = None
     slices: int | Sequence[int] | None = None
+    branches: int | Sequence[int] | None = None
     schedule: str | None = None
     placement: str | None = None
     cp_kind: ContextKind | None = None
@@ -106,6 +111,10 @@ class Overrides:
     chunked_loss: int | None = None
     post_validation: bool | None = None
     optimizer_in_backward: bool | None = None
+    replicas: int | None = None
+    sync_every: int | None = None
+    outer_bits: int | None = None
+    fragments: int | None = None
     forbid: Collection[str] = ()
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -175,8 +184,15 @@ class Overrides:
         """Part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
             return float(self.offload.get(what, 0.0))
-        steps = self.post_validation or self.optimizer_in_backward
+        steps = self.post_validation or self.optimizer_in_backward or self.late
         return 0.0 if "offload" in self.forbid or steps else None
+
+    @property
+    def late(self) -> bool:
+        """Whether a pipeline's gradients that come late are asked for, by their number or the
+        schedule; those of servers are others."""
+        late = self.staleness or (self.schedule and not SCHEDULES[self.schedule].flushes)
+        return bool(late and not self.servers)
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
@@ -198,7 +214,9 @@ class Overrides:
     def ruled_out(self, *, given: bool) -> Iterator[OverrideError]:
         """Values that rule each other out wherever they are, of which one at least is for all: as
         soon as they are `given`, or where a plan is looked for."""
-        for row in (row for row in decisions.CONTRADICTIONS if row.given == given):
+        for row in decisions.CONTRADICTIONS:
+            if row.given != given or not row.holds(self.everywhere):
+                continue
             for (at, a), (where, b) in product(self._known(row.a), self._known(row.b)):
                 if None in (at, where) and row.clash(a, b):
                     forbidden = row.b in self.forbid

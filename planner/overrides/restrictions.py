@@ -43,10 +43,12 @@ from meshwright.planner.plan import (
     expand_names,
     glob,
     has_experts,
+    why_not_late,
     why_not_served,
     why_stepped_late,
 )
 
+SIZED = tuple(name for name, decision in DECISIONS.items() if decision.sizes)
 OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 
 
@@ -62,9 +64,10 @@ class Restrictions:
     None where it is free, as are `host_states`, the part of the optimizer states in host memory
     (with it `host_weights`, that of the weights, and `host_files`, that of the states in files, are
     decided), and `host_activations`, the part of the blocks that send what they save there.
-    `slices` are as asked, 1 for none. `steppings` are the ways in which optimizers may step, the
-    first one always. Without `unequal_meshes` all stages have one mesh. `cuts` are the block
-    positions at which stages end, where the user gave them.
+    `slices` and `branches` are as asked, 1 for none. `steppings` are the ways in which optimizers
+    may step, the first one always; `staleness` the steps by which gradients come late, None where
+    it is free. Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at
+    which stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -93,12 +96,14 @@ class Restrictions:
     microbatch_size: int | None
     num_microbatches: int | None
     slices: int | Sequence[int] | None
+    branches: int | Sequence[int] | None
     unequal_meshes: bool
     cuts: tuple[int, ...] | None
     shardings: Mapping[str, str]
     host_states: float | None = None
     host_activations: float | None = None
     steppings: tuple[Stepping, ...] = ("at_end",)
+    staleness: int | None = None
     host_weights: float = 0.0
     host_files: float = 0.0
 
@@ -153,6 +158,8 @@ def restrict(
     `OverrideError` for a glob without a block, for values of one block or stage that contradict
     each other, and for what is left out."""
     wanted = _in_one_pass(for_target(overrides, target), precision)
+    wanted = _without_flush(wanted, precision, graph)
+    steppings = _steppings(wanted, allow, precision, graph)
     quantizations = left_with_consent(wanted, "quantized", allow, precision)
     compressions = left_with_consent(wanted, "compressed", allow, precision)
     names = [block.name for block in graph.blocks]
@@ -160,8 +167,8 @@ def restrict(
     equal = "unequal_meshes" in wanted.forbid
     for name in MESH if equal else ():  # one value for one block is one for all
         choices[name] = [next(filter(None, choices[name]), None)] * len(names)
-    _check_model(wanted, choices, graph, allow, precision)
-    _check_contradictions(choices, names)
+    _check_model(wanted, choices, graph, precision)
+    _check_contradictions(wanted, choices, names)
     _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
     pp, virtual_stages = _counts(wanted, cuts)
@@ -170,56 +177,51 @@ def restrict(
     values: dict[str, Any] = {
         name: tuple(c and c.value for c in of_blocks) for name, of_blocks in choices.items()
     }
+    values |= {name: 1 if name in wanted.forbid else getattr(wanted, name) for name in SIZED}
     return Restrictions(
         blocks=tuple(names),
         **values,
-        zeros=frozenset(wanted.left("zero")),
+        zeros=frozenset(z for z in wanted.left("zero") if not (wanted.late and z > 1)),
         policies=wanted.left("recompute"),
         partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
         compressions=compressions,
-        schedules=tuple(
-            s
-            for s in left_schedules(wanted)
-            if overrides.schedule or s in schedules_with(virtual_stages)
-            if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
-        ),
+        schedules=_schedules(wanted, virtual_stages, steppings),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
         cp_kind=wanted.cp_kind,
         pp=pp,
         virtual_stages=virtual_stages,
         microbatch_size=wanted.microbatch_size,
         num_microbatches=wanted.num_microbatches,
-        slices=1 if "slices" in wanted.forbid else wanted.slices,
         unequal_meshes=not equal,
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
-        steppings=_steppings(wanted, allow, precision, graph),
+        steppings=steppings,
+        staleness=0 if "staleness" in wanted.forbid else wanted.staleness,
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )
 
 
-def _check_servers(wanted: Overrides, graph: Graph, allow: Collection[str], precision: str) -> None:
-    """Raise `OverrideError` for servers that can't be, and for staleness that is not allowed."""
-    word, late, servers = DECISIONS["staleness"].allowed_by, wanted.staleness, wanted.servers
-    if late and word not in allow:
-        raise OverrideError(
-            ": numbers change with it, and it is not allowed",
-            place=f"override staleness={late}",
-            legal="0",
-            way_out=f'give allow=["{word}"] (--allow {word}), or drop the override',
-        )
-    if late and not servers:
-        raise OverrideError(
-            ": without parameter servers no gradient is late",
-            place=f"override staleness={late}",
-            legal="0, or servers from 1 beside it",
-            way_out="give servers=, or drop the override",
-        )
+def _schedules(
+    wanted: Overrides, virtual_stages: int | None, steppings: Sequence[Stepping]
+) -> tuple[str, ...]:
+    """Schedules that are left, of those that place so many stages and let optimizers step so."""
+    return tuple(
+        s
+        for s in left_schedules(wanted)
+        if wanted.schedule or s in schedules_with(virtual_stages)
+        if not (wanted.optimizer_in_backward and SCHEDULES[s].splits_backward)
+        if SCHEDULES[s].flushes or "stale" in steppings
+    )
+
+
+def _check_servers(wanted: Overrides, graph: Graph, precision: str) -> None:
+    """Raise `OverrideError` for servers that can't be."""
+    servers = wanted.servers
     why = not_in_fp16("servers") if precision == "fp16" else why_not_served(graph)
     if servers and why:
         raise OverrideError(
@@ -230,11 +232,9 @@ def _check_servers(wanted: Overrides, graph: Graph, allow: Collection[str], prec
         )
 
 
-def _check_model(
-    wanted: Overrides, choices: _Choices, graph: Graph, allow: Collection[str], precision: str
-) -> None:
+def _check_model(wanted: Overrides, choices: _Choices, graph: Graph, precision: str) -> None:
     """Raise `OverrideError` for what the model does not allow."""
-    _check_servers(wanted, graph, allow, precision)
+    _check_servers(wanted, graph, precision)
     experts = next((choice for choice in choices["ep"] if choice and choice.value > 1), None)
     if experts and not has_experts(graph):
         place = f"override {experts.said}"
@@ -271,16 +271,44 @@ def _in_one_pass(wanted: Overrides, precision: str) -> Overrides:
     return replace(wanted, pp=1, virtual_stages=1, num_microbatches=1, zero=zero)
 
 
+def _without_flush(wanted: Overrides, precision: str, graph: Graph) -> Overrides:
+    """The overrides with what a pipeline without a flush leaves. Raises `OverrideError`."""
+    if not wanted.late:
+        return wanted
+    said = f"staleness={wanted.staleness}" if wanted.staleness else f"schedule={wanted.schedule!r}"
+    if why := why_not_late(graph, precision):
+        raise OverrideError(
+            f": {why}", place=f"override {said}", legal="staleness=0", way_out="flush each step"
+        )
+    m, pp = wanted.num_microbatches, wanted.pp
+    names = [wanted.schedule] if wanted.schedule else [n for n, s in SCHEDULES.items() if s.late]
+    delays = {SCHEDULES[n].staleness(m, pp) for n in names if m and pp and SCHEDULES[n].runs(m, pp)}
+    if m and pp and not delays & ({wanted.staleness} - {None} or delays):
+        raise OverrideError(
+            f" contradicts num_microbatches={m} with pp={pp}, whose delays are others",
+            place=f"override {said}",
+            legal=f"staleness {', '.join(map(str, sorted(delays)))}"
+            if delays
+            else f"{pp - 1} or more micro-batches, or schedule='pipedream'",
+        )
+    return replace(wanted, virtual_stages=1, slices=1, cp=1, ep=1)
+
+
 def _steppings(
     wanted: Overrides, allow: Collection[str], precision: str, graph: Graph
 ) -> tuple[Stepping, ...]:
     """Ways in which optimizers may step, by the decisions about it and those that are allowed."""
     asked = [way for name, way in STEPPINGS.items() if getattr(wanted, name)]
+    if wanted.late:
+        return ("stale",)
     if asked:
         return (*asked,)
     left = [name for name in STEPPINGS if name in allow and getattr(wanted, name) is None]
-    free = [STEPPINGS[name] for name in left]
+    free: list[Stepping] = [STEPPINGS[name] for name in left]
     late = precision == "fp16" or why_stepped_late(graph)
+    may_come_late = not (wanted.staleness == 0 or "staleness" in wanted.forbid)
+    if "stale" in allow and may_come_late and not why_not_late(graph, precision):
+        free.append("stale")
     return ("at_end", *(way for way in free if not (late and way == "in_backward")))
 
 
@@ -364,10 +392,11 @@ def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
 # --- one block, one stage ------------------------------------------------------------------------
 
 
-def _check_contradictions(choices: _Choices, names: Sequence[str]) -> None:
+def _check_contradictions(wanted: Overrides, choices: _Choices, names: Sequence[str]) -> None:
     """Raise for values that rule each other out in one block."""
     for row in CONTRADICTIONS:
-        if not row.given or not {row.a, row.b} <= choices.keys():
+        known = row.given and {row.a, row.b} <= choices.keys()
+        if not known or not row.holds(wanted.everywhere):
             continue
         for block, a, b in zip(names, choices[row.a], choices[row.b], strict=True):
             if a and b and row.clash(a.value, b.value):

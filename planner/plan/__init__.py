@@ -7,7 +7,13 @@ from meshwright.profiles.inputs.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from meshwright.planner.decisions import OFFLOADS, PLACEMENTS, divisors
     from meshwright.planner.plan.assignments import Known, arriving_states, plan_assignments
-    from meshwright.planner.plan.check import check_plan, check_runs, fingerprint, why_stepped_late
+    from meshwright.planner.plan.check import (
+        check_plan,
+        check_runs,
+        fingerprint,
+        why_not_late,
+        why_stepped_late,
+    )
     from meshwright.planner.plan.context_parallel import ulysses_degrees
     from meshwright.planner.plan.expert_legs import legs, refused
     from meshwright.planner.plan.expert_parallel import (
@@ -41,7 +47,14 @@ if TYPE_CHECKING:
         with_loss_in,
     )
     from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
-    from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of, segments_of, stage_on
+    from meshwright.planner.plan.plan import (
+        OuterLoop,
+        Plan,
+        StagePlan,
+        recompute_of,
+        segments_of,
+        stage_on,
+    )
     from meshwright.planner.plan.ranges import (
         PlanError,
         compress_names,

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, product, zip_longest
 from typing import Any
 
@@ -15,13 +16,13 @@ from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, SHARING, divisors
+from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, OUTER_LOOP, SHARING, divisors
 from meshwright.planner.plan.assignments import Known, plan_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts
-from meshwright.planner.plan.flow import check_copies, pipelines
+from meshwright.planner.plan.flow import check_branches, check_copies, pipelines
 from meshwright.planner.plan.loss_parts import check_parts
-from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan.plan import OuterLoop, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
 from meshwright.planner.plan.servers import check_servers
@@ -51,12 +52,22 @@ def check_plan(
     """
     known = {} if known is None else known
     _check_model(plan, graph, known)
+    if plan.outer_loop is not None:
+        _check_outer_loop(plan, plan.outer_loop)
+        return check_plan(plan.of_one_replica, graph, factors, known)
     _check_step(plan)
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_contradictions(plan)
     check_servers(plan, graph)
     check_copies(plan, graph)
+    if not plan.record.flushes and (why := why_not_late(graph, plan.precision)):
+        raise PlanError(
+            f"={plan.schedule!r}: {why}",
+            place="plan: schedule",
+            legal="a schedule with a flush",
+            way_out="take 1f1b",
+        )
     if plan.optimizer_in_backward and (why := why_stepped_late(graph)):
         raise PlanError(
             f": {why}",
@@ -67,6 +78,7 @@ def check_plan(
     for stages in pipelines(plan):
         _check_blocks([plan.stages[k] for k in stages], graph)
     check_ranks(plan)
+    check_branches(plan, graph)
     check_context(plan, graph, factors)
     check_slices(plan, graph, factors)
     _check_parameters(plan, graph)
@@ -75,6 +87,23 @@ def check_plan(
     for k, stage in enumerate(plan.stages):
         check_experts(stage, graph, factors, assignments[k], f"plan: stage {k}")
     return assignments
+
+
+def _check_outer_loop(plan: Plan, loop: OuterLoop) -> None:
+    """Raise `PlanError` for replicas that don't share out the batch, or meet at no step."""
+    for name in OUTER_LOOP:
+        decision, value = DECISIONS[name], getattr(loop, name)
+        if not decision.accepts(value) or (name == OUTER_LOOP[0] and value == 1):
+            legal = "an integer from 2" if name == OUTER_LOOP[0] else decision.values
+            raise PlanError.refused(f"plan: outer_loop: {name}", value, legal=legal)
+    if not plan.stages or plan.global_batch_size % loop.replicas:
+        raise PlanError(
+            f"={loop.replicas} does not divide global_batch_size={plan.global_batch_size}",
+            place=f"plan: outer_loop: {OUTER_LOOP[0]}",
+            legal=[n for n in divisors(plan.global_batch_size) if n > 1],
+            way_out="change one of the two",
+        )
+    _check_contradictions(plan)
 
 
 def check_runs(plan: Plan) -> None:
@@ -127,10 +156,12 @@ def _check_buffers(plan: Plan, graph: Graph) -> None:
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:
-    """Raise `PlanError` for a stage without a trained parameter."""
+    """Raise `PlanError` for a stage without a trained parameter, or ranks without where branches
+    lie apart."""
     blocks = {block.name: block for block in graph.blocks}
     for k, stage in enumerate(plan.stages):
-        values = [v for name in stage.blocks for v in blocks[name].parameters]
+        here = [s for s in plan.stages if s is stage or (plan.branches and s.ranks == stage.ranks)]
+        values = [v for s in here for name in s.blocks for v in blocks[name].parameters]
         if not any(graph.values[v].requires_grad for v in values):
             raise PlanError(
                 f"blocks {compress_names(stage.blocks)} hold no trained parameter, so its ranks "
@@ -171,6 +202,15 @@ def _check_step(plan: Plan) -> None:
             place="plan: num_microbatches",
             legal=divisors(plan.global_batch_size),
         )
+    late = plan.staleness
+    in_pipeline = plan.stages and not plan.is_served
+    if in_pipeline and late != plan.record.staleness(plan.num_microbatches, len(plan.devices)):
+        raise PlanError(
+            f"={late}, which schedule={plan.schedule!r} does not make of it",
+            place="plan: staleness",
+            legal=plan.pipeline.staleness,
+            way_out="write that, or take another schedule",
+        )
     if not plan.stages:
         raise PlanError(
             "no stages", place="plan", legal="each block in a stage", way_out="plan again"
@@ -190,7 +230,7 @@ def _check_contradictions(plan: Plan, *, runs: bool = False) -> None:
 
     for row, (k, stage) in product(CONTRADICTIONS, enumerate(plan.stages)):
         a, b = of(stage, row.a), of(stage, row.b)
-        if row.priced is not runs and row.clash(a, b):
+        if row.priced is not runs and row.holds(partial(of, stage)) and row.clash(a, b):
             of_stage = hasattr(stage, row.a) or hasattr(stage, row.b)
             raise PlanError(
                 f"={shown(a)} with {row.b}={shown(b)}{' can be priced, but not run' * runs}: "
@@ -220,6 +260,27 @@ def why_stepped_late(graph: Graph) -> str:
             trained |= {v: read for v in op.results}
         else:
             of_batch.update(op.results)
+    return ""
+
+
+def why_not_late(graph: Graph, precision: str) -> str:
+    """Why gradients of a model can't come late, from a pipeline without a flush; empty where they
+    can."""
+    if precision == "fp16":
+        return "fp16 would scale gradients with the loss of another step"
+    if graph.weight_writes:
+        write = graph.weight_writes[0]
+        return f"the forward writes weights ({write.source or write.module}) that others still read"
+    for op in graph.ops:
+        if traits_of(op).leaf and any(graph.values[v].requires_grad for v in op.operands):
+            return f"the leaf {op.module} may give no gradient, which is known after the backward"
+    readers = Counter(v for block in graph.blocks for v in block.parameters)
+    trained = (v for v, n in readers.items() if n > 1 and graph.values[v].requires_grad)
+    if (tied := next(trained, None)) is not None:
+        return (
+            f"several blocks read {graph.parameters[tied]}, whose gradients would meet at a common "
+            "end of the step"
+        )
     return ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from graphlib import CycleError, TopologicalSorter
+
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.planner.plan.plan import Plan
@@ -55,6 +57,41 @@ def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]
                 if edge[0] != edge[1]:
                     sent.setdefault(edge, {})[value] = None
     return {edge: tuple(values) for edge, values in sorted(sent.items())}
+
+
+def depths(plan: Plan, graph: Graph) -> tuple[int, ...]:
+    """Depth of each stage, the device groups on the longest way from it to the end, its own
+    included; nothing where a way comes back to a group that it left."""
+    groups = [plan.devices.index(stage.ranks) for stage in plan.stages]
+    after: dict[int, set[int]] = {group: set() for group in groups}
+    for source, target in crossings(plan, graph):
+        if groups[source] != groups[target]:
+            after[groups[source]].add(groups[target])
+    depth: dict[int, int] = {}
+    try:
+        for group in TopologicalSorter(after).static_order():  # the last ones first
+            depth[group] = 1 + max((depth[g] for g in after[group]), default=0)
+    except CycleError:
+        return ()
+    return tuple(depth[group] for group in groups)
+
+
+def check_branches(plan: Plan, graph: Graph) -> None:
+    """Raise `PlanError` unless the branches of a plan, if any, lie apart, as deep as it says."""
+    if not plan.branches:
+        return
+    found = depths(plan, graph)
+    if found == tuple(range(len(plan.stages), 0, -1)):
+        raise PlanError(
+            f"={list(plan.branches)}: each stage waits for the one before it",
+            place="plan: branches",
+            legal="none",
+            way_out="drop branches, or put stages that don't depend on each other on ranks of "
+            "their own",
+        )
+    if plan.branches != found:
+        legal = str(list(found)) if found else "ranks that no way through the model comes back to"
+        raise PlanError.refused("plan: branches", list(plan.branches), legal=legal)
 
 
 def sent_in_parts(plan: Plan, graph: Graph) -> frozenset[str]:

@@ -28,7 +28,7 @@ from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.rules import recomputable
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
 from meshwright.costmodel.sharing import UNSHARED, Sharing
-from meshwright.planner.decisions import DECISIONS, OFFLOADS, STEPPINGS
+from meshwright.planner.decisions import DECISIONS, OFFLOADS, OUTER_BITS, STEPPINGS
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -179,6 +179,24 @@ def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OuterLoop:
+    """The outer loop of `replicas` that train apart (DiLoCo, arXiv 2311.08105): after every
+    `sync_every` steps they take an outer step with momentum on the mean of what each has changed,
+    sent in `outer_bits` (32: fp32, 8: blocks with a scale), the weights in as many `fragments`,
+    each at steps of its own (Streaming DiLoCo, 2501.18512)."""
+
+    replicas: int
+    sync_every: int
+    outer_bits: int = 32
+    fragments: int = 1
+
+    def due(self, steps: int) -> tuple[int, ...]:
+        """The fragments that meet after so many steps."""
+        every, apart = self.sync_every, self.sync_every // self.fragments
+        return tuple(j for j in range(self.fragments) if steps and (steps - j * apart) % every == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The training of one model: `num_microbatches` equal parts of a batch go through `stages`.
 
@@ -187,10 +205,11 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. The first `servers` ranks keep and step the
-    weights for all others, the workers, whose gradients may be so many steps late (`staleness`;
-    docs/reference/servers.md). `made` are the model's name, the date and
-    the versions that a plan file carries; they decide nothing.
+    of so many tokens each; whole where there are none. Gradients come `staleness` steps late, at
+    most. The first `servers` ranks keep and step the weights for all others, the workers
+    (docs/reference/servers.md). With an `outer_loop` the stages are those of the first of its
+    replicas, which all have as many ranks and rows. `made` are the model's name, the date and the
+    versions that a plan file carries; they decide nothing.
     """
 
     model: str
@@ -201,15 +220,19 @@ class Plan:
     stages: tuple[StagePlan, ...]
     chunked_loss: int = 1
     slices: tuple[int, ...] = ()
+    branches: tuple[int, ...] = ()
     staleness: int = 0
     servers: int = 0
     post_validation: bool = False
     optimizer_in_backward: bool = False
+    outer_loop: OuterLoop | None = None
     made: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def stepping(self) -> Stepping:
         """Way in which the optimizer steps."""
+        if not self.record.flushes:
+            return "stale"
         return next((way for name, way in STEPPINGS.items() if getattr(self, name)), "at_end")
 
     def stepped(self, stepping: Stepping) -> Plan:
@@ -219,8 +242,42 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that compute, and servers."""
-        return self.servers + sum(len(ranks) for ranks in self.devices)
+        """Ranks of all replicas together, that compute, and servers."""
+        return self.servers + self.replicas * sum(len(ranks) for ranks in self.devices)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that train apart; 1 without an outer loop."""
+        return 1 if self.outer_loop is None else self.outer_loop.replicas
+
+    @property
+    def sync_every(self) -> int | None:
+        """Steps between their meetings."""
+        return None if self.outer_loop is None else self.outer_loop.sync_every
+
+    @property
+    def outer_bits(self) -> int:
+        """Bits of a weight's change that is sent."""
+        return OUTER_BITS[0] if self.outer_loop is None else self.outer_loop.outer_bits
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the weights that meet at steps of their own."""
+        return 1 if self.outer_loop is None else self.outer_loop.fragments
+
+    @property
+    def of_one_replica(self) -> Plan:
+        """The plan of each replica: its ranks from 0, its rows of the batch; itself without an
+        outer loop."""
+        if self.outer_loop is None:
+            return self
+        rows = self.global_batch_size // self.replicas
+        return dataclasses.replace(self, outer_loop=None, global_batch_size=rows)
+
+    def repeated(self, outer_loop: OuterLoop) -> Plan:
+        """The plan of so many replicas, each of which runs this one."""
+        rows = self.global_batch_size * outer_loop.replicas
+        return dataclasses.replace(self, outer_loop=outer_loop, global_batch_size=rows)
 
     @property
     def is_served(self) -> bool:
@@ -271,6 +328,8 @@ class Plan:
 
     def having(self, name: str) -> tuple[StagePlan | Plan, ...]:
         """The stages, the plan itself or nothing: where the plan has a decision."""
+        if DECISIONS[name].written == "outer_loop" and self.outer_loop is None:
+            return ()
         if all(hasattr(stage, name) for stage in self.stages):
             return self.stages
         return (self,) if hasattr(self, name) else ()
@@ -294,7 +353,10 @@ class Plan:
     def pipeline(self) -> Pipeline:
         """Micro-batches, or slices of them, through the stages on the device groups."""
         counts = len(self.stages), self.num_microbatches * self.slice_count, len(self.devices)
-        return Pipeline(self.schedule, *counts, slices=self.slice_count)
+        groups = tuple(self.devices.index(s.ranks) for s in self.stages if self.branches)
+        return Pipeline(
+            self.schedule, *counts, slices=self.slice_count, depths=self.branches, groups=groups
+        )
 
     def parts(self, k: int) -> Parts:
         """Everything that the price of stage k depends on, beside the problem."""
@@ -364,6 +426,7 @@ class Plan:
             "schedule": self.schedule,
             "precision": self.precision,
             **_written(self, "plan"),
+            **({"outer_loop": _written(self.outer_loop, "outer_loop")} if self.outer_loop else {}),
             "stages": stages,
         }
         mesh = re.compile(r'\{\s+"dp": \d+,[^{}\[\]]*\}')
@@ -377,7 +440,7 @@ class Plan:
         return _plan(parse_json(text, place=name, error=PlanError), name)
 
 
-def _written(of: Plan | StagePlan, where: str) -> dict[str, Any]:
+def _written(of: Plan | StagePlan | OuterLoop, where: str) -> dict[str, Any]:
     """Decisions that a plan file has there."""
     written: dict[str, Any] = {}
     for name, decision in DECISIONS.items():
@@ -427,7 +490,7 @@ def _plan(data: Any, name: str) -> Plan:
         )
     optional = _keys("plan", always=False)
     keys = {f.name for f in dataclasses.fields(Plan)} | {"format"}
-    _same_keys(data, keys, name, optional | {"made"})
+    _same_keys(data, keys, name, optional | {"made", "outer_loop"})
     stages = data["stages"]
     if not isinstance(stages, list) or not stages:
         raise PlanError.refused(f"{name}: stages", stages, legal="a list of one object per stage")
@@ -438,9 +501,20 @@ def _plan(data: Any, name: str) -> Plan:
         schedule=_text(data["schedule"], f"{name}: schedule"),
         precision=_text(data["precision"], f"{name}: precision"),
         stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
+        outer_loop=_outer_loop(data.get("outer_loop"), f"{name}: outer_loop"),
         made=_made(data.get("made", {}), f"{name}: made"),
         **_read(data, optional, name),
     )
+
+
+def _outer_loop(data: Any, place: str) -> OuterLoop | None:
+    if data is None:
+        return None
+    always, optional = _keys("outer_loop", always=True), _keys("outer_loop", always=False)
+    if not isinstance(data, dict):
+        raise PlanError.refused(place, data, legal="an object, or nothing")
+    _same_keys(data, always | optional, place, optional)
+    return OuterLoop(**_read(data, always | optional, place))
 
 
 def _made(data: Any, place: str) -> dict[str, str]:

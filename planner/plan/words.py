@@ -92,7 +92,7 @@ def describe(plan: Plan) -> str:
     words += [line([getattr(plan, d.name)]) for d, line in spoken if d.acts == "plan"]
     words += [
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
-        f"{_many(plan.microbatch_rows, 'row')}",
+        f"{_many(plan.of_one_replica.microbatch_rows, 'row')}",
         _zero_words(plan),
     ]
     words += [

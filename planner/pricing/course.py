@@ -52,9 +52,10 @@ def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]
     passes, split = plan.passes, plan.record.splits_backward
     walks = []
     for k, priced in enumerate(stages):
-        key = (*_key(k, priced, sent, held), passes, split)
+        late = plan.pipeline.versions(k), plan.pipeline.waiting_gradients(k)
+        key = (*_key(k, priced, sent, held), passes, split, late)
         if key not in coster.walks:
-            stage = _stage_bytes(k, priced, sent, held, split=split)
+            stage = _stage_bytes(k, priced, sent, held, split=split, kept_back=late)
             coster.walks[key] = walked(stage, passes, split=split)
         walks.append(coster.walks[key])
         values = (value for entered in priced.blocks for value in entered.block.parameters)
@@ -100,9 +101,16 @@ def placed(peak: Peak, walk: Walked) -> Peak:
 
 
 def _stage_bytes(
-    k: int, priced: StageBlocks, edges: Edges, held: Held, *, split: bool
+    k: int,
+    priced: StageBlocks,
+    edges: Edges,
+    held: Held,
+    *,
+    split: bool,
+    kept_back: tuple[int, int],
 ) -> StageBytes:
-    """Bytes of stage k, block by block; a backward may be `split` in two."""
+    """Bytes of stage k, block by block; a backward may be `split` in two. `kept_back` are the
+    versions of weights that forwards under way have read, and the steps whose gradients wait."""
     stage, setting, pricer = priced.stage, priced.setting, priced.pricer
     outputs = dict[str, Placement]()
     for entered in priced.blocks:
@@ -130,7 +138,7 @@ def _stage_bytes(
             )
         )
     blocks = in_segments(priced, blocks, entering)
-    weights, states = _fixed_bytes(trained, frozen, setting)
+    weights, states = _fixed_bytes(trained, frozen, setting, *kept_back)
     sent = [value for (source, _), values in edges.items() if source == k for value in values]
     target = setting.target
     temporary = partial(setting.optimizer.temporary_bytes, device=setting.cluster.device.kind)
@@ -151,6 +159,25 @@ def _stage_bytes(
             replicated=setting.shards < setting.mesh.holders,
             stepping=(lambda numel: temporary([numel])) if setting.in_backward else None,
         ),
+    )
+
+
+def _late_bytes(
+    trained: Sequence[memory.Trained], setting: Setting, versions: int, waiting: int
+) -> float:
+    """Bytes of further versions of a stage's weights, and of gradients that wait."""
+    parts = [setting.sharing.parts(p.shards) for p in trained]
+    return math.fsum(
+        memory.late_bytes(
+            p.numel,
+            p.numel / n,
+            weight_bytes=setting.weight_bytes,
+            kept=setting.kept_bytes,
+            whole=n == 1,
+            versions=versions,
+            waiting=waiting,
+        )
+        for p, n in zip(trained, parts, strict=True)
     )
 
 
@@ -192,10 +219,16 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
 
 
 def _fixed_bytes(
-    trained: Sequence[memory.Trained], frozen: Sequence[Frozen], setting: Setting
+    trained: Sequence[memory.Trained],
+    frozen: Sequence[Frozen],
+    setting: Setting,
+    versions: int,
+    waiting: int,
 ) -> tuple[float, float]:
     """Bytes of weights, with the secondary shards that a backward begins with; and of optimizer
-    states, with what a step that is validated afterwards may have to undo."""
+    states, with what a step that is validated afterwards may have to undo. There are so many
+    `versions` of the weights, and gradients of so many steps `waiting` beside those that are made.
+    """
     away: dict[int, float] = defaultdict(float)  # elements by block
     for p in trained:
         away[p.block] += p.numel * p.away
@@ -207,6 +240,8 @@ def _fixed_bytes(
     sharing, optimizer = setting.sharing, setting.optimizer
     undone = setting.validated * optimizer.state_bytes
     states = undone * sum(p.numel / sharing.parts(p.shards) for p in trained)
+    weights += _late_bytes(trained, setting, versions, 0)
+    states += _late_bytes(trained, setting, 1, waiting)
     for p in trained:
         weight_bytes, state_bytes = memory.fixed_bytes(
             p.numel,

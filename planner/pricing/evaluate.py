@@ -12,12 +12,19 @@ from meshwright.costmodel.kernels import collective_time, crosses_node, group_fo
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import Entry, Problem
-from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
+from meshwright.costmodel.schedules import (
+    StageTimes,
+    Timeline,
+    build_schedule,
+    in_flight,
+    simulate_step,
+)
 from meshwright.costmodel.sharding import Assignment
-from meshwright.costmodel.stages import Peak, StageCosts, device_peaks
+from meshwright.costmodel.stages import OuterExchange, Peak, StageCosts, device_peaks
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
     Known,
+    OuterLoop,
     Plan,
     PlanError,
     StagePlan,
@@ -29,6 +36,12 @@ from meshwright.planner.plan import (
 )
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
+from meshwright.planner.pricing.outer_loop import (
+    PLACE,
+    cluster_of_replica,
+    outer_exchange,
+    state_bytes,
+)
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
 from meshwright.planner.pricing.served import Served, served
 from meshwright.planner.pricing.slice_work import SliceWork, held_more, works_of_slices
@@ -130,8 +143,9 @@ class Evaluation:
     """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated step,
     the messages of a micro-batch between stages, and once a step between copies of the model, of
     which each stage's `reduce_s` has its part; the activations that are sent `split` over the
-    tensor axis; the stages as they were walked, where their shardings were asked; and the exchange
-    through parameter servers, where there are any."""
+    tensor axis; what replicas exchange at a `meeting`, and its seconds, where there are several, of
+    the first of which all but the prediction is; the stages as they were walked, where their
+    shardings were asked; and the exchange through parameter servers, where there are any."""
 
     plan: Plan
     prediction: Prediction
@@ -142,8 +156,15 @@ class Evaluation:
     transfers: Mapping[tuple[int, int], Entry]
     exchanges: Mapping[int, Entry]
     split: frozenset[str] = frozenset()
+    meeting: OuterExchange | None = None
+    meeting_s: float = 0.0
     priced: tuple[PricedStage, ...] = field(default=(), repr=False)
     served: Served | None = None
+
+    @property
+    def meetings_s(self) -> float:
+        """Seconds of a meeting of replicas that fall on a step, in the mean."""
+        return self.meeting_s / self.plan.sync_every if self.plan.sync_every else 0.0
 
     def rests_on(self) -> dict[str, float]:
         """Fractions of the operators' seconds that were measured on the device, interpolated
@@ -173,6 +194,8 @@ class Evaluator:
 
     def price(self, plan: Plan) -> Evaluation:
         """Check a plan and price it; raises `PlanError` as `check_plan` does."""
+        if plan.outer_loop is not None:
+            return self._priced_apart(plan, plan.outer_loop)
         coster = self._costers.of(
             (plan.precision, plan.chunked_loss),
             lambda: StageCoster(_problem_of(plan, self.problem)),
@@ -183,6 +206,32 @@ class Evaluator:
             stateless = replace(self.problem, optimizer=STATELESS)
             return with_servers(Evaluator(stateless).price(plan.of_worker), plan, problem)
         return evaluate(plan, problem, assignments, coster)
+
+    def _priced_apart(self, plan: Plan, loop: OuterLoop) -> Evaluation:
+        """The price of replicas: one of them by itself, and a part of each meeting in a step."""
+        check_plan(plan, self.problem.graph, self.problem.factors, {})
+        cluster = self.problem.cluster
+        here = cluster_of_replica(cluster, loop.replicas, PLACE)
+        inner = self.on(here).price(plan.of_one_replica)
+        meeting = outer_exchange(plan, loop, inner.priced)
+        alone, states = inner.prediction, math.ceil(state_bytes(meeting))
+        meeting_s = meeting.seconds(cluster)
+        step_s = alone.step_time_s + meeting_s / loop.sync_every
+        on_host = cluster.device.kind != "cpu"
+        nodes = alone.host_memory_bytes or (0,) * here.num_nodes
+        beside = states * here.devices_per_node if on_host and cluster.host is not None else 0
+        prediction = replace(
+            alone,
+            step_time_s=step_s,
+            peak_memory_bytes=[n + states * (not on_host) for n in alone.peak_memory_bytes],
+            model_flops=alone.model_flops * loop.replicas,
+            mfu=alone.mfu * alone.step_time_s / step_s,
+            host_memory_bytes=tuple(n + beside for n in nodes) * loop.replicas if beside else (),
+            flash_bytes=alone.flash_bytes * loop.replicas,
+        )
+        return replace(
+            inner, plan=plan, prediction=prediction, meeting=meeting, meeting_s=meeting_s
+        )
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same on another cluster."""
@@ -378,7 +427,7 @@ def simulated(
         for on_stages in works
         for of_slice in [{edge: s * on_stages[0].tokens for edge, s in sends.items()}]
     ]
-    timeline = simulate(streams, times, sends, slices)
+    timeline = simulate_step(plan.pipeline, streams, times, sends, slices)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, problem.graph):
         all_ranks = group_for(problem.cluster, size=plan.num_ranks, stride=1)

@@ -16,7 +16,8 @@ OF_PASSES = ("forward_s", "backward_s", "forward_comm_s", "backward_comm_s")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
     """Seconds of a device group's step; `forward_s` and `backward_s` are of all micro-batches, of
-    which `communication_s` are exposed; the sum is the step time."""
+    which `communication_s` are exposed; the sum is the step time,
+    with a part of each of the replicas' `meetings_s`."""
 
     forward_s: float
     backward_s: float
@@ -25,6 +26,7 @@ class Components:
     waiting_s: float
     gradient_reduction_s: float
     optimizer_s: float
+    meetings_s: float = 0.0
 
     @property
     def communication_s(self) -> float:
@@ -43,6 +45,7 @@ class Components:
             "waiting": self.waiting_s,
             "gradient reduction": self.gradient_reduction_s,
             "optimizer": self.optimizer_s,
+            **({"meetings of replicas": self.meetings_s} if self.meetings_s else {}),
         }
 
 
@@ -50,6 +53,7 @@ def device_groups(evaluation: Evaluation) -> list[Components]:
     """Components of each device group, which may run several stages; it waits in the rest of the
     step."""
     plan, m, groups = evaluation.plan, evaluation.plan.passes, []
+    met_s = evaluation.meetings_s
     for ranks in plan.devices:
         pairs = zip(evaluation.stages, plan.stages, strict=True)
         stages = [costs for costs, stage in pairs if stage.ranks == ranks]
@@ -58,8 +62,8 @@ def device_groups(evaluation: Evaluation) -> list[Components]:
         passes = {name: m * of[name] for name in OF_PASSES}
         once = {"gradient_reduction_s": of["reduce_s"], "optimizer_s": of["optimizer_s"]}
         busy = passes["forward_s"] + passes["backward_s"] + sum(once.values())
-        waiting = max(0.0, evaluation.prediction.step_time_s - busy)
-        groups.append(Components(**passes, **once, waiting_s=waiting))
+        waiting = max(0.0, evaluation.prediction.step_time_s - busy - met_s)
+        groups.append(Components(**passes, **once, waiting_s=waiting, meetings_s=met_s))
     return groups
 
 
@@ -72,6 +76,8 @@ def why_slower(chosen: Components, other: Components) -> str:
     """The components that cost the other plan most, against the chosen one."""
     ours, theirs = chosen.as_dict(), other.as_dict()
     step_s = sum(ours.values())
+    kinds = ours | theirs
+    ours, theirs = ({k: of.get(k, 0.0) for k in kinds} for of in (ours, theirs))
     most_s = max(abs(theirs[k] - ours[k]) for k in ours)
     least = (TOLD if most_s > TOLD * step_s else SHOWN) * step_s
     losses = sorted(((theirs[k] - ours[k], k) for k in ours), reverse=True)

@@ -103,6 +103,7 @@ def explain(
         "bubble_fraction": prediction.bubble_fraction,
         **layout,
         **memory_summary(prediction, cluster),
+        **_meeting_summary(evaluation),
         "rests_on": evaluation.rests_on(),
         **(searched.bound if searched else {}),
     }
@@ -167,6 +168,17 @@ def _decisions(stage: StagePlan) -> dict[str, Any]:
     }
 
 
+def _meeting_summary(evaluation: Evaluation) -> dict[str, Any]:
+    """A rank's bytes and seconds of a meeting of replicas, where there are any."""
+    if evaluation.meeting is None:
+        return {}
+    return {
+        "meeting_sent_bytes": evaluation.meeting.sent_bytes,
+        "meeting_s": evaluation.meeting_s,
+        "sync_every": evaluation.plan.sync_every,
+    }
+
+
 def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     """The stage table as data: seconds per micro-batch, bytes per device."""
     plan, prediction = evaluation.plan, evaluation.prediction
@@ -197,11 +209,25 @@ def _changed_numbers(plan: Plan) -> Iterator[str]:
     """Decisions of a plan by which a training's numbers change."""
     for name, decision in DECISIONS.items():
         holders = plan.having(name) if decision.allowed == "numbers" else ()
-        if used := sorted(filter(decision.uses, {getattr(holder, name) for holder in holders})):
+        values = {getattr(holder, name) for holder in holders}
+        if used := sorted(filter(decision.uses, values)):
+            said = ", ".join(map(str, used))
             yield (
-                f"the training's numbers change with {name}={', '.join(map(str, used))}; how many "
-                "more steps it takes is in no price"
+                f"the training's numbers change with {name}={said}; how many more steps it takes "
+                "is in no price"
             )
+
+
+def _meetings(evaluation: Evaluation) -> Iterator[str]:
+    """Volume and seconds of what replicas exchange."""
+    meeting, every = evaluation.meeting, evaluation.plan.sync_every
+    if meeting is not None:
+        yield (
+            f"over a meeting of the {meeting.replicas} replicas each rank sends "
+            f"{sized(meeting.sent_bytes)} in {seconds(evaluation.meeting_s)}, beside nothing: "
+            f"{sized(meeting.sent_bytes / (every or 1))} and {seconds(evaluation.meetings_s)} a "
+            f"step; replicas are as fast as each other"
+        )
 
 
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
@@ -225,13 +251,15 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         )
     lines += [evaluation.served.words(evaluation.plan)] if evaluation.served else []
     lines += _changed_numbers(evaluation.plan)
+    lines += _meetings(evaluation)
     if PRECISIONS[evaluation.plan.precision].kept != "fp32":
         lines.append(PURE)
     if PRECISIONS[evaluation.plan.precision].narrow:
         lines.append(_in_few_bits(problem, evaluation.plan.precision))
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {by}" for by in problem.profile.corrected_by()]
-    if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
+    hosted = any(stage.host for stage in evaluation.plan.stages)
+    if hosted and problem.cluster.host is not None:
         lines += [*problem.cluster.host.assumed(_measured_of_host(problem)), HOST_STEP]
     lines += [FILES] * bool(evaluation.prediction.flash_bytes)
     ops = {op.short for op in problem.graph.ops}

@@ -18,6 +18,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.bounds import Bounds
 from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
+from meshwright.planner.drafts.apart import apart_drafts
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import OverrideError, Overrides
@@ -133,6 +134,8 @@ class Search(Drafter):
             return result
 
     def _meshes(self) -> list[MeshChoice]:
+        if self.space.must_be_apart and self.space.branches:  # no stages that follow each other
+            return []
         counts = self.space.counts()
         return [choice for m in counts for choice in self.equal.mesh_choices(m)]
 
@@ -144,7 +147,7 @@ class Search(Drafter):
         between = timed("bounds", self._between)
         equal_s = min([equal_s, *(choice.bound_s for choice in between)])
         self._explore(between)
-        if self._effort.late() and self._limit() == math.inf:
+        if self._effort.late() and self._limit() == math.inf and not self.space.must_be_apart:
             self._leanest()
         different_s = self._unequal(self.space.tried_counts() if self.space.may_differ else ())
         chosen = timed("write out", self._written)
@@ -249,6 +252,11 @@ class Search(Drafter):
         deadline = self.programs.time.ends_s if limit < math.inf else None  # first find something
         few = len(self.equal.cuts) <= FEW_CUTS
         cutoff_s = limit * (MOST_OVERSHOOT if few else overshoot(2, m))
+        if self.space.branches:
+            for drafted in apart_drafts(self.unequal, m, setups, cutoff_s, deadline):
+                self.drafts.append(self.simulated(*drafted))
+        if self.space.must_be_apart:
+            return
         if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
             setups = self.unequal.promising(m, setups, cutoff_s, deadline)
             if not setups:
@@ -260,7 +268,7 @@ class Search(Drafter):
                 continue
             for pipeline in self.space.schedules(len(solution.stages), m):
                 if pipeline.each == 1 and (
-                    stages := self.unequal.stage_drafts(solution, options, pipeline)
+                    stages := self.unequal.stage_drafts(solution.stages, options, pipeline)
                 ):
                     self.drafts.append(self.simulated(stages, pipeline))
 

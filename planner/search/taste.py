@@ -89,6 +89,7 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     (1.0, "sums gradients as they are", lambda it: it.sharing.compression is not None),
     (0.35, "has nothing in host memory", lambda it: it.away > 0),
     (0.24, "uses fewer axes besides the data axis", lambda it: it.axes),
+    (1.0, "steps with gradients of its own batch", lambda it: it.stepping == "stale"),
     (0.45, "undoes no steps", lambda it: it.stepping == "validated"),
     (0.45, "skips steps that are not finite", lambda it: it.stepping == "in_backward"),
     (0.2, "has fewer different meshes", lambda it: it.meshes - 1),

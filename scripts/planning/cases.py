@@ -78,6 +78,47 @@ def llama(layers: int, hidden: int, heads: int, ffn: int, length: int) -> Model:
     )  # fmt: skip
 
 
+class Retriever(nn.Module):
+    """An encoder of questions and one of passages, and the loss of all pairs of a batch."""
+
+    def __init__(self, config: hf.BertConfig) -> None:
+        super().__init__()
+        self.question = hf.BertModel(config, add_pooling_layer=False)
+        self.passage = hf.BertModel(config, add_pooling_layer=False)
+
+    def forward(
+        self, question: torch.Tensor, passage: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        asked = self.question(input_ids=question).last_hidden_state[:, 0]
+        found = self.passage(input_ids=passage).last_hidden_state[:, 0]
+        return {"loss": nn.functional.cross_entropy(asked @ found.T, labels)}
+
+
+def dpr() -> Model:
+    """DPR (Karpukhin et al. 2020): two BERT-base towers, 256 tokens each."""
+    config = hf.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    with torch.device("meta"):
+        module = Retriever(config)
+    ids = torch.empty(2, 256, dtype=torch.long, device="meta")
+    labels = torch.empty(2, dtype=torch.long, device="meta")
+    return Model(module=module, batch={"question": ids, "passage": ids, "labels": labels})
+
+
+def clip() -> Model:
+    """CLIP-L/14, whose image tower is nine tenths of the work."""
+    text = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    image = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    image |= {"num_hidden_layers": 24, "patch_size": 14}
+    config = hf.CLIPConfig(text_config=text, vision_config=image, projection_dim=768)
+    with torch.device("meta"):
+        module = hf.CLIPModel(config)
+    ids = torch.empty(2, 77, dtype=torch.long, device="meta")
+    pixels = torch.empty(2, 3, 224, 224, device="meta")
+    return Model(
+        module=module, batch={"input_ids": ids, "pixel_values": pixels, "return_loss": True}
+    )
+
+
 def gpt3() -> Model:
     return gpt(96, 12288, 96, 51200, 2048)
 

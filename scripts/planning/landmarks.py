@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Cluster, Link, Overrides, auto_parallelize
 from meshwright.planner.plan import InfeasibleError, PlanError
-from scripts.planning.cases import Model, decoder, gpt, gpt3, llama
+from scripts.planning.cases import Model, clip, decoder, dpr, gpt, gpt3, llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landmark:
-    """A model on `nodes` of `devices` each; `batch` rows a step; `given` goes to the planner."""
+    """A model on `nodes` of `devices` each, with a link between `sites` of one node where they are
+    that; `batch` rows a step; `given` goes to the planner."""
 
     model: Callable[[], Model]
     node: str
@@ -30,6 +31,7 @@ class Landmark:
     devices: int | None = None
     precision: str = "bf16"
     given: Mapping[str, Any] = field(default_factory=dict)
+    sites: Link | None = None
 
 
 def llama_8b(length: int) -> Callable[[], Model]:
@@ -96,6 +98,39 @@ LANDMARKS: Mapping[str, Landmark] = {
         model=lambda: gpt(24, 1024, 16, 50304, 1024),
         node="dgx-h100", batch=64, given={"allow": ["stale"]},
     ),
+    # two sites with 1 Gb/s between: replicas that train apart (Douillard et al. 2023)
+    "gpt-350m on two sites of 8 H100": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", nodes=2, batch=128, given={"allow": ["replicas"]},
+        sites=Link(name="1 Gb/s between sites", latency_s=0.02, bandwidth=1.25e8),
+    ),
+    # and on one site nothing changes, though it may
+    "gpt-350m on one of two sites' nodes": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", nodes=2, batch=128, given={"allow": ["replicas"]},
+    ),
+    # two equal towers whose rows meet in the loss: apart, no gradient crosses the slow link
+    "dpr on 2 RTX 4090, 10 GB/s": Landmark(
+        model=dpr, node="pcie-8-rtx-4090", nodes=2, devices=1, batch=128
+    ),
+    # the same where it was trained: each tower's gradients are summed over half of the devices
+    "dpr on 8 V100": Landmark(model=dpr, node="p3.16xlarge", batch=128, precision="fp16"),
+    # unequal towers on fast links share all devices
+    "clip-l/14 on 8 H100": Landmark(model=clip, node="dgx-h100", batch=512),
+    # a device a node, no more rows than twice the groups: never flushed (Narayanan et al. 2020)
+    "llama-8b on 8 nodes of one H100, stale": Landmark(
+        model=llama_8b(2048), node="p5.48xlarge", nodes=8, devices=1, batch=16,
+        given={"allow": ["stale"]},
+    ),
+    # the same without permission
+    "llama-8b on 8 nodes of one H100": Landmark(
+        model=llama_8b(2048), node="p5.48xlarge", nodes=8, devices=1, batch=16
+    ),
+    # no room for versions of the weights, and none needed: ZeRO-3 has no bubble
+    "llama-8b on 16 V100, stale": Landmark(
+        model=llama_8b(2048), node="dgx-2-v100", devices=8, nodes=2, batch=16,
+        given={"allow": ["stale"]},
+    ),
     # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
     "gpt-14.6b, pipeline of 16 A100": Landmark(
         model=lambda: gpt(46, 5120, 40, 50304, 1024),
@@ -109,6 +144,8 @@ def show(name: str) -> None:
     model, started = case.model(), time.perf_counter()
     size = {} if case.devices is None else {"devices_per_node": case.devices}
     cluster = Cluster.from_catalog(case.node, num_nodes=case.nodes, **size)
+    if case.sites is not None:
+        cluster = replace(cluster, num_pools=case.nodes, pool_link=case.sites)
     try:
         result = auto_parallelize(
             model.module,

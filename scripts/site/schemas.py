@@ -69,7 +69,9 @@ def plan_schema() -> dict[str, Any]:
         "stages": {"type": "array", "items": _object(stage, "stage"), "minItems": 1},
     }
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A plan of Meshwright"}
-    return head | _object(top, "plan")
+    schema = _object(top, "plan")
+    schema["properties"]["outer_loop"] = _object({}, "outer_loop")
+    return head | schema
 
 
 def _object(keys: dict[str, Any], where: str) -> dict[str, Any]:

@@ -6,12 +6,13 @@ left over once every stage has one with parameters. Where they go is the `cut`: 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.mesh import ALL_GATHER, ContextKind
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.plan.flow import depths
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import resolve_shardings
 
@@ -111,6 +112,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
         model=fingerprint(graph),
         global_batch_size=knobs.rows,
         precision=knobs.precision,
+        staleness=SCHEDULES[knobs.schedule].staleness(knobs.num_microbatches, len(meshes)),
         schedule=knobs.schedule,
         num_microbatches=knobs.num_microbatches,
         stages=tuple(stages),
@@ -165,3 +167,14 @@ def matching(graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str]
             continue
         found[pattern] = decision
     return found
+
+
+def apart(plan: Plan, graph: Graph, host: int | None = None) -> Plan:
+    """The plan with branches apart: as deep as its stages are, the last one on the ranks of stage
+    `host`, with its mesh, if there is one."""
+    *stages, last = plan.stages
+    if host is not None:
+        mesh = ("ranks", "dp", "tp", "cp", "zero")
+        last = replace(last, **{name: getattr(stages[host], name) for name in mesh})
+    placed = replace(plan, stages=(*stages, last))
+    return replace(placed, branches=depths(placed, graph))

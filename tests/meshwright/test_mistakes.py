@@ -65,7 +65,7 @@ def test_booleans_of_numpy_are_booleans(result: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a decision misspelled": (
         lambda _: Overrides(tpp=2),  # type: ignore[call-arg]
-        r"override 'tpp' is given \(2\).*legal: chunked_loss, comp.*did you mean 'tp'\?",
+        r"override 'tpp' is given \(2\).*legal: branches, chunked_loss, comp.*did you mean 'tp'\?",
     ),
     "a decision that is none": (
         lambda _: Overrides(learning="fast"),  # type: ignore[call-arg]

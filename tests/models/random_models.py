@@ -258,13 +258,16 @@ def draw_plan(random: Random, of: Traced, *, ranks: int, microbatches: int) -> P
         return _with_shardings(random, plan, of)
 
 
+FLUSHING = tuple(name for name, record in SCHEDULES.items() if record.flushes)
+
+
 def _skeleton(random: Random, of: Traced, ranks: int, microbatches: int) -> Plan:
     """Everything but shardings, not checked yet."""
     blocks = of.graph.blocks
     trained = [k for k, block in enumerate(blocks) if block.parameters]
     meshes = [_mesh(random, size) for size in _sizes(random, min(ranks, len(trained)), ranks)]
     several = len(meshes) > 1
-    schedule = random.choice(tuple(SCHEDULES) if several else ("gpipe", "1f1b"))
+    schedule = random.choice(FLUSHING if several else ("gpipe", "1f1b"))
     each = SCHEDULES[schedule].stages_per_device or random.randint(1, 3)
     if len(meshes) * each > len(trained):
         raise PlanError("more stages than blocks with parameters")

@@ -183,3 +183,18 @@ def test_the_schema_has_every_key() -> None:
     checked.validate({"base": "l4", "inter_link": {"bandwidth": "25 Gb/s"}}, found)
     with pytest.raises(checked.ValidationError):
         checked.validate({"base": "l4", "inter_link": {"bandwidth": 25}}, found)
+
+
+def test_a_file_of_two_pools(tmp_path: Path) -> None:
+    """What the link between pools is not said to be, the nodes' is."""
+    file = tmp_path / "sites.toml"
+    file.write_text(
+        'base = "h100-sxm"\nnum_nodes = 4\nnum_pools = 2\n'
+        '[pool_link]\nbandwidth = "1 Gb/s"\nlatency = "20 ms"\n'
+    )
+    cluster = Cluster.load(file)
+    assert cluster.pool_link is not None
+    assert (cluster.num_pools, cluster.pool_link.bandwidth) == (2, 1.25e8)
+    assert cluster.pool_link.latency_s == 0.02
+    assert cluster.pool_link.efficiency == cluster.inter_link.efficiency
+    assert "2 pools with 0.125 GB/s between" in cluster.describe()

@@ -368,10 +368,14 @@ def test_what_each_schedule_asks_and_takes() -> None:
     assert {n for n, own in SCHEDULES.items() if own.standard} == {
         "gpipe", "1f1b", "interleaved_1f1b",
     }  # fmt: skip
-    assert {n for n, own in SCHEDULES.items() if not own.hides_sends} == {"1f1b", "chimera"}
+    assert {n for n, own in SCHEDULES.items() if not own.hides_sends} == {
+        "1f1b", "chimera", "pipedream_2bw", "pipedream",
+    }  # fmt: skip
     for name, own in SCHEDULES.items():
         two = name in ("chimera", "dualpipe")
-        assert own.gathers == (name not in split and not two)
+        late = name in ("pipedream_2bw", "pipedream")
+        assert own.flushes is not late
+        assert own.gathers == (name not in split and not two and not late)
         assert own.recomputed == (("none", "regather") if name in split else None)
         assert own.pipelines(8) == ((range(4), range(4, 8)) if two else (range(8),))
         assert [own.runs(m, p) for m, p in ((4, 2), (3, 2), (4, 3))] == [True, not two, not two]

@@ -102,13 +102,13 @@ def gradients_leave(cell: Cell) -> None:
         mock.patch.object(reducer, "ALONE_BYTES", 2**14),
     ):
         runtime = built(cell)
-        finish = runtime._finish_gradients
+        finish = runtime.finish_gradients
 
         def counted() -> None:
             left.append(pools.live[DEVICE])
             finish()
 
-        with mock.patch.object(runtime, "_finish_gradients", counted):
+        with mock.patch.object(runtime, "finish_gradients", counted):
             batch = CASES[cell.case].batch(cell.rows, 0)
             before = pools.live[DEVICE]
             runtime.train_step(batch)

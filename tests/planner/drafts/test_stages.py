@@ -12,8 +12,8 @@ from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.planner.drafts.candidates import PlanDraft, make_draft
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
-from meshwright.planner.drafts.drafter import Option
 from meshwright.planner.drafts.fills import held_at_peak
+from meshwright.planner.drafts.unequal import Option
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
@@ -202,7 +202,7 @@ def test_the_solution_becomes_stages_that_fit() -> None:
             if found is None:
                 continue
             pipeline = Pipeline("1f1b", len(found.stages), m, len(found.stages))
-            stages = search.unequal.stage_drafts(found, options, pipeline)
+            stages = search.unequal.stage_drafts(found.stages, options, pipeline)
             assert stages is not None
             assert sum(s.setup.mesh.devices for s in stages) == on.num_devices
             assert [s.start for s in stages[1:]] == [s.stop for s in stages[:-1]]

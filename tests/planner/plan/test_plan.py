@@ -176,8 +176,8 @@ def test_what_is_no_plan_is_named(texts: list[str], says: str) -> None:
 def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
     whole = data["stages"][0] if in_stage else data
-    place, more = "my.json", "chunked_loss, made, optimizer_in_backward, post_validation"
-    more += ", servers, slices, staleness"
+    place, more = "my.json", "branches, chunked_loss, made, optimizer_in_backward, outer_loop"
+    more += ", post_validation, servers, slices, staleness"
     if in_stage:
         place, more = "my.json: stage 0", "compressed, offload, quantized, segments"
     legal = ", ".join(sorted([*whole, *more.split(", ")]))
