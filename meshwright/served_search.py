@@ -136,7 +136,7 @@ def _check(problem: Problem, request: Request) -> None:
 
 
 def _priced(problem: Problem, request: Request) -> Iterator[Evaluation]:
-    """Priced plans with servers."""
+    """Priced plans with servers. Raises `InfeasibleError` where no worker fits by itself."""
     asked, cluster = request.overrides, problem.cluster
     word = DECISIONS["staleness"].word
     late = [asked.staleness] if asked.staleness is not None else [0, STALE]
@@ -147,10 +147,11 @@ def _priced(problem: Problem, request: Request) -> Iterator[Evaluation]:
     alone = replace(problem, cluster=one, optimizer=STATELESS)
     overrides = without(asked, "servers", "staleness", "dp")
     evaluator, plans = Evaluator(problem), dict[int, Plan]()
+    lacking: InfeasibleError | None = None
     for servers in counts:
         workers = cluster.num_devices - servers
         if workers < 1:
-            return
+            break
         if request.global_batch_size % workers:
             continue
         rows = request.global_batch_size // workers
@@ -159,9 +160,17 @@ def _priced(problem: Problem, request: Request) -> Iterator[Evaluation]:
                 alone, rows, overrides, memory_margin=request.memory_margin,
                 objective=request.objective, time_limit_s=request.time_limit_s,
             )  # fmt: skip
-            plans[rows] = search.run().best.plan
+            try:
+                plans[rows] = search.run().best.plan
+            except InfeasibleError as error:
+                lacking = lacking or InfeasibleError(
+                    f"a worker beside parameter servers: {error}", error.shortfall_bytes
+                )
+                continue
         for staleness in late:
             yield evaluator.price(plans[rows].served_by(servers, workers, staleness))
+    if lacking is not None and not plans:
+        raise lacking
 
 
 def _short(one: Evaluation, problem: Problem, request: Request) -> float:

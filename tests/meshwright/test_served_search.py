@@ -127,9 +127,16 @@ def test_a_worker_without_room_is_told_as_one() -> None:
     assert at.prediction.server_bytes < peak
     room = at.prediction.server_bytes - tiny.host(1).device.reserved_bytes
     small: dict[str, Any] = {"cluster": tiny.small_host(3, room), "memory_margin": 0.0}
-    with pytest.raises(InfeasibleError, match=r"a worker needs .*activations") as caught:
+    with pytest.raises(InfeasibleError, match=r"a worker beside parameter servers: ") as caught:
         planned(**(one | {"overrides": Overrides(servers=1, microbatch_size=2048)} | small))
     assert "a server" not in str(caught.value)
+    pushed: dict[str, Any] = {"overrides": Overrides(servers=2), "optimizer": "sgd"}
+    full = planned(4, global_batch_size=2, **pushed).prediction
+    assert full.server_bytes < full.fullest_bytes
+    room = full.fullest_bytes - 1 - tiny.host(1).device.reserved_bytes
+    small = {"cluster": tiny.small_host(4, room), "memory_margin": 0.0, "global_batch_size": 2}
+    with pytest.raises(InfeasibleError, match=r"a worker needs .*activations.*fewer rows"):
+        planned(4, **(small | pushed))
 
 
 class Normed(nn.Module):

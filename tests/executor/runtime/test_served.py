@@ -54,7 +54,7 @@ class Run:
         return self.servers + self.workers
 
     def plan(self) -> Plan:
-        graph, _ = tiny.cut(tiny.net(tied=self.tied))
+        graph, _ = tiny.cut(tiny.net(tied=self.tied), loss_fn=self.loss)
         stage = StagePlan(
             blocks=tuple(block.name for block in graph.blocks),
             ranks=tuple(range(self.servers, self.ranks)),
