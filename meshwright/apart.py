@@ -12,6 +12,7 @@ from meshwright.planner.overrides import OverrideError, Overrides, without
 from meshwright.planner.plan import InfeasibleError, OuterLoop, seconds
 from meshwright.planner.pricing import Evaluator, Prediction, cluster_of_replica, replica_counts
 from meshwright.planner.report import explain_plan
+from meshwright.served_search import without_servers
 
 REPLICAS = OUTER_LOOP[0]
 Search = Callable[[Problem, Request], Decision]
@@ -100,7 +101,7 @@ def _replicated(problem: Problem, request: Request, search: Search, count: int) 
     inner = replace(
         request, global_batch_size=batch // count, overrides=without(overrides, *OUTER_LOOP)
     )
-    decision = search(replace(problem, cluster=here), inner)
+    decision = search(replace(problem, cluster=here), without_servers(inner))
     return _repeated(problem, decision, loop)
 
 

@@ -86,8 +86,7 @@ def _of_any_replicas(
     """The best plan, of one replica or of several that train apart."""
 
     def search(of: Problem, asked: Request) -> Decision:
-        if of is not problem:  # of a replica, which has no servers
-            asked = replace(asked, overrides=replace(asked.overrides, servers=0))
+        if of is not problem:
             _check(of, asked)
         return _searched(of, asked, phases_s, programs if of is problem else None)
 

@@ -16,15 +16,19 @@ from meshwright.planner.plan import (
     PlanError,
     describe,
     seconds,
-    sized,
     why_unserved,
 )
-from meshwright.planner.pricing import STATELESS, Evaluation, Evaluator
+from meshwright.planner.pricing import STATELESS, Evaluation, Evaluator, served_shortage
 from meshwright.planner.report import explain
 from meshwright.planner.search import Search
 
 FASTER = 0.99  # times the step without servers: they are taken for less
 STALE = 1  # the staleness that is priced where it is allowed and free: more hides no more
+
+
+def without_servers(request: Request) -> Request:
+    """The request of one of several replicas, which have no servers."""
+    return replace(request, overrides=replace(request.overrides, servers=0))
 
 
 def workers_of(problem: Problem, request: Request) -> int:
@@ -109,22 +113,13 @@ def served_plan(problem: Problem, request: Request, phases_s: Mapping[str, float
 
 def _unfitting(priced: Sequence[Evaluation], problem: Problem, request: Request) -> InfeasibleError:
     """Why no plan fits: what the fullest rank of the one that lacks least needs."""
-    device, shorts = problem.cluster.device, [_short(one, problem, request) for one in priced]
+    shorts = [_short(one, problem, request) for one in priced]
     if not priced:
         return InfeasibleError("no number of workers shares the batch out", [0.0])
     short, best = min(zip(shorts, priced, strict=True), key=lambda pair: pair[0])
     server, fullest = best.prediction.server_bytes, best.prediction.fullest_bytes
-    who, what, more = (
-        ("server", "all weights, and of its part optimizer states and gradients", "more servers")
-        if server >= fullest
-        else ("worker", "all weights and gradients, and the activations of its rows", "fewer rows")
-    )
-    return InfeasibleError(
-        f"no plan with parameter servers fits {sized(device.memory_bytes)} of {device.name}: a "
-        f"{who} needs {sized(fullest)} ({what}), {sized(short)} too much. Way out: {more}, an "
-        "optimizer with fewer states, or ZeRO in place of servers",
-        [short],
-    )
+    said = served_shortage(server, fullest, short, problem.cluster)
+    return InfeasibleError(f"no plan with parameter servers fits: {said}", [short])
 
 
 def _check(problem: Problem, request: Request) -> None:

@@ -44,8 +44,6 @@ class Decision:
     stage or a block; all but the first may be given by block. `of_devices`: it counts some of the
     cluster's devices.
 
-    Whole numbers are from `least` on.
-
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
     `allowed`: it is left out unless the user allows it by its `permission`, its own name where
@@ -184,7 +182,7 @@ class Contradiction:
     unless: str = ""
 
     def holds(self, value: Callable[[str], Any]) -> bool:
-        """Whether it does, by the values of decisions, None where they are free."""
+        """Whether it does, by decisions' values, None where free."""
         return not (self.unless and DECISIONS[self.unless].uses(value(self.unless)))
 
 
@@ -616,13 +614,13 @@ def _of_stale() -> Iterator[Contradiction]:
     for (key, used, without), (other, clash, why, legal) in product(keys, ruled_out):
         yield Contradiction(
             key, other, partial(_if_used, used, clash), why, f"{legal}, or {without}",
-            given=other != "precision", unless=_LATE_TO.get(key, ""),
+            given=other != "precision", unless="servers" * (key == "staleness"),
         )  # fmt: skip
     yield Contradiction(
         "staleness", "schedule",
         lambda steps, schedule: bool(steps) is SCHEDULES[schedule].flushes,
         "gradients come late where no step flushes the pipeline", f"0 with one of {_FLUSHING}, "
-        f"more with one of {_LATE}", unless=_LATE_TO["staleness"],
+        f"more with one of {_LATE}", unless="servers",
     )  # fmt: skip
 
 
@@ -640,31 +638,17 @@ def _of_servers() -> Iterator[Contradiction]:
     """Contradictions of parameter servers."""
     whole = "each worker computes with all weights"
     ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
-        ("pp", lambda pp: pp > 1, whole, "pp=1"),
-        ("virtual_stages", lambda v: v > 1, whole, "virtual_stages=1"),
-        ("tp", lambda tp: tp > 1, whole, "tp=1"),
-        ("cp", lambda cp: cp > 1, whole, "cp=1"),
-        ("ep", lambda ep: ep > 1, whole, "ep=1"),
+        *((name, lambda n: n > 1, whole, f"{name}=1") for name in _SPLITS),
         ("zero", bool, "the servers hold all optimizer states, and step them", "zero=0"),
         ("compressed", lambda how: how != "none", "nothing is summed among workers", "'none'"),
         ("offload", _but_activations, "workers have no optimizer states", "activations alone"),
         ("post_validation", bool, "the servers step, at each push", "post_validation=False"),
         ("optimizer_in_backward", bool, "the servers step", "optimizer_in_backward=False"),
         ("precision", lambda x: x == "fp16", "its loss scale is one of all ranks", "bf16, fp32"),
-        (
-            "schedule",
-            lambda name: not SCHEDULES[name].flushes,
-            "a worker is no pipeline",
-            _FLUSHING,
-        ),
+        ("schedule", lambda s: not SCHEDULES[s].flushes, "a worker is no pipeline", _FLUSHING),
         ("slices", lambda sizes: slices_in(sizes) > 1, "a worker is no pipeline", "slices=1"),
         ("branches", lambda depths: slices_in(depths) > 1, whole, "branches=1"),
-        (
-            "replicas",
-            lambda n: n > 1,
-            "replicas that train apart sum gradients within",
-            "replicas=1",
-        ),
+        ("replicas", lambda n: n > 1, "replicas sum gradients, each within", "replicas=1"),
     )
     for other, clash, why, legal in ruled_out:
         yield Contradiction(
@@ -696,11 +680,10 @@ def _away(parts: Any) -> bool:
     return any(parts.values())
 
 
-# what gradients are late to where no pipeline is left unflushed, by the decision
-_LATE_TO: Mapping[str, str] = MappingProxyType({"staleness": "servers"})
 _LATE = ", ".join(name for name, s in SCHEDULES.items() if not s.flushes)
 _FLUSHING = ", ".join(name for name, s in SCHEDULES.items() if s.flushes)
 _WHOLE_BACKWARD = ", ".join(n for n, s in SCHEDULES.items() if s.flushes and not s.splits_backward)
+_SPLITS = ("pp", "virtual_stages", "tp", "cp", "ep")  # of a model
 _PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
 _SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
 

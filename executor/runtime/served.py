@@ -1,4 +1,4 @@
-"""Parameter servers (Li et al., OSDI 2014): a rank that keeps weights, or one that computes.
+"""One idea: parameter servers (Li et al., OSDI 2014), of ranks that keep weights or compute.
 
 The first ranks of such a plan are servers. Each keeps some of the tensors, whole, with their
 optimizer states. The others are workers: each runs a plan of its own, on its rows alone, and meets
@@ -29,6 +29,7 @@ rank 0 for a checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import pickle
@@ -614,6 +615,7 @@ class ServedRuntime(Runtime):
         self.end = self._connected()
         self.validation = _Drained(self)
         launch.before_leaving.append(self.part)
+        atexit.register(self.part)  # a script may just end
         ranks.progress.stages = {r: [0] for r in range(of_all.servers, of_all.num_ranks)}
         if of_all.staleness:
             ranks.progress.dispensable = frozenset(range(of_all.servers, of_all.num_ranks))
@@ -654,6 +656,7 @@ class ServedRuntime(Runtime):
         """Part in order: nothing more is said. Collective."""
         if self.part in launch.before_leaving:
             launch.before_leaving.remove(self.part)
+        atexit.unregister(self.part)
         self.end.close()
 
     @ranks.progress.on_its_own()

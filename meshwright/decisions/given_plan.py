@@ -20,7 +20,7 @@ from meshwright.planner.plan import (
     sized,
     why_unserved,
 )
-from meshwright.planner.pricing import Evaluator, Prediction
+from meshwright.planner.pricing import Evaluator, Prediction, served_shortage
 from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
 
@@ -127,12 +127,9 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
             )
     room = cluster.device.memory_bytes
     if prediction.server_bytes > room:
-        raise InfeasibleError(
-            f"plan: a server needs {sized(prediction.server_bytes)}: all weights, and of its part "
-            f"optimizer states and gradients; {cluster.device.name} has {sized(room)}. "
-            "Way out: more servers, an optimizer with fewer states, or ZeRO in place of servers",
-            [float(prediction.server_bytes - room)],
-        )
+        most = prediction.fullest_bytes
+        said = served_shortage(prediction.server_bytes, most, most - room, cluster)
+        raise InfeasibleError(f"plan: {said}", [float(most - room)])
     short = prediction.shortfall_bytes(cluster)
     if any(short):
         by_stage = ", ".join(f"stage {k}: {sized(x)}" for k, x in enumerate(short) if x)

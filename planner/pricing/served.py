@@ -26,6 +26,7 @@ from meshwright.costmodel.operators import Entry, Problem
 from meshwright.costmodel.stages import StageCosts
 from meshwright.planner.plan import Plan, seconds, server_of, sized
 from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,20 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
         worker_bytes=reserved + 2 * total + part,
         ring_s=collective_time("all_reduce", total, ring, cluster),
         ring_bytes=2 * (plan.num_ranks - 1) / plan.num_ranks * total,
+    )
+
+
+def served_shortage(server: float, fullest: float, lacking: float, cluster: Cluster) -> str:
+    """What the fullest rank needs, a server or (of more bytes) a worker, and what would help."""
+    who, what, more = (
+        ("server", "all weights, and of its part optimizer states and gradients", "more servers")
+        if server >= fullest
+        else ("worker", "all weights and gradients, and the activations of its rows", "fewer rows")
+    )
+    return (
+        f"a {who} needs {sized(fullest)} ({what}), {sized(lacking)} more than there is room for on "
+        f"{cluster.device.name}. Way out: {more}, an optimizer with fewer states, or ZeRO in place "
+        "of servers"
     )
 
 
