@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request
-from meshwright.planner.decisions import OUTER_LOOP, SYNC_EVERY, divisors
+from meshwright.planner.decisions import DECISIONS, OUTER_LOOP, SYNC_EVERY, divisors
 from meshwright.planner.overrides import OverrideError, Overrides, without
-from meshwright.planner.plan import InfeasibleError, OuterLoop, seconds
-from meshwright.planner.pricing import Evaluator, Prediction, cluster_of_replica, replica_counts
+from meshwright.planner.plan import InfeasibleError, OuterLoop, seconds, sized
+from meshwright.planner.pricing import (
+    Evaluator,
+    Prediction,
+    cluster_of_replica,
+    replica_counts,
+    state_bytes,
+)
 from meshwright.planner.report import explain_plan
+from meshwright.profiles.cluster import Cluster
 from meshwright.served_search import without_servers
 
 REPLICAS = OUTER_LOOP[0]
@@ -101,8 +109,55 @@ def _replicated(problem: Problem, request: Request, search: Search, count: int) 
     inner = replace(
         request, global_batch_size=batch // count, overrides=without(overrides, *OUTER_LOOP)
     )
-    decision = search(replace(problem, cluster=here), without_servers(inner))
-    return _repeated(problem, decision, loop)
+    on_time = tuple(word for word in problem.allow if word != DECISIONS["staleness"].word)
+    states = 0  # bytes of outer weights and momentum, for which the search leaves room
+    while True:
+        try:
+            room = _less(here, states, request)
+            decision = search(replace(problem, cluster=room, allow=on_time), without_servers(inner))
+        except InfeasibleError as error:
+            if states:
+                error.add_note(f"beside {sized(states)} a device of outer weights and momentum")
+            raise
+        found, taken = _repeated(problem, decision, loop)
+        lacks = _lacking(found.prediction, problem.cluster, request.memory_margin)
+        if not any(lacks):
+            return found
+        if taken <= states:
+            raise InfeasibleError(
+                f"{place}={count}: the outer weights and momentum, {sized(taken)} a device, do not "
+                f"fit beside the plan of a replica, {sized(max(lacks))} more. Way out: drop the "
+                "override, more devices a replica, or less offload to host memory",
+                lacks,
+            )
+        states = taken
+
+
+def _less(cluster: Cluster, states: int, request: Request) -> Cluster:
+    """The cluster without the memory that outer states take on each device: of a rank on the CPU
+    its own, else its node's."""
+    device, host = cluster.device, cluster.host
+    if not states:
+        return cluster
+    if device.kind == "cpu":
+        left = device.memory_bytes - math.ceil(states / (1 - request.memory_margin))
+        return replace(
+            cluster, device=replace(device, memory_bytes=max(left, device.reserved_bytes + 1))
+        )
+    if host is None:
+        return cluster
+    of_node = states * cluster.devices_per_node
+    taken = math.ceil(of_node * host.memory_bytes / host.room_bytes) + 1  # rooms are whole bytes
+    return replace(cluster, host=replace(host, memory_bytes=max(host.memory_bytes - taken, 1)))
+
+
+def _lacking(prediction: Prediction, cluster: Cluster, memory_margin: float) -> list[float]:
+    """Bytes that a plan takes beyond what there is where outer states are: of each stage's devices
+    on the CPU, but for the margin, else of a node's host."""
+    if cluster.device.kind != "cpu":
+        return [float(prediction.host_shortfall(cluster))]
+    room = cluster.device.memory_bytes * (1 - memory_margin)
+    return [max(0.0, peak - room) for peak in prediction.peak_memory_bytes]
 
 
 def _every(fragments: int) -> int:
@@ -110,8 +165,9 @@ def _every(fragments: int) -> int:
     return -(-SYNC_EVERY // fragments) * fragments
 
 
-def _repeated(problem: Problem, decision: Decision, loop: OuterLoop) -> Decision:
-    """The decision for one replica as that for all of them; its report's answers are of one."""
+def _repeated(problem: Problem, decision: Decision, loop: OuterLoop) -> tuple[Decision, int]:
+    """The decision for one replica as that for all of them, whose report's answers are of one, and
+    the bytes of outer weights and momentum of a rank."""
     plan = replace(decision.plan.repeated(loop), made=decision.plan.made)
     evaluator = Evaluator(replace(problem, precision=plan.precision))
     priced = evaluator.price(plan)
@@ -131,7 +187,9 @@ def _repeated(problem: Problem, decision: Decision, loop: OuterLoop) -> Decision
         deferred=decision.report.deferred,
     )
     # without the programs of the search, which are of a part of the cluster
-    return Decision(plan=plan, report=report, prediction=priced.prediction)
+    whole = Decision(plan=plan, report=report, prediction=priced.prediction)
+    assert priced.meeting is not None, "the plan has a loop"
+    return whole, math.ceil(state_bytes(priced.meeting))
 
 
 def _pays(best: Decision, other: Decision, objective: str) -> bool:

@@ -162,9 +162,17 @@ class ParallelModel(Steps, Evaluation, State):
         the device.
         """
         self.without_servers("rehearse")
+        if self.plan.outer_loop is not None:
+            raise StateError(
+                ": replicas that train apart are rehearsed one by one",
+                place="rehearse",
+                legal="a plan without an outer loop",
+                way_out="rehearse auto_parallelize(model, cluster of one replica, "
+                "plan=plan.of_one_replica)",
+            )
         rehearsal = rehearse_plan(
             self._checked(),
-            self._problem_of_one,
+            self._problem,
             self._traced,
             optimizer=optimizer,
             every=every,

@@ -14,7 +14,8 @@ one branch reads another one nevertheless, as of operators that a forward mixes,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators import is_per_row, op_flops
@@ -23,6 +24,39 @@ from meshwright.costmodel.sharding import FactorTable
 LEAST = 0.05  # of the model's work, with which a part is a branch
 ROWS = 8  # at which work is compared, so that it is the same for any batch
 TRUNK = -1
+
+
+class Shape(NamedTuple):
+    """Stages of each branch, and of the trunk, which is one stage beside the last one of its
+    `host`, by number, where it has one."""
+
+    branches: tuple[int, ...]
+    trunk: int
+    host: int | None
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The device groups from each stage to the end."""
+        behind = [self.trunk - (b == self.host) for b in range(len(self.branches))]
+        chains = zip(behind, self.branches, strict=True)
+        of_branches = (range(after + count, after, -1) for after, count in chains)
+        return (*itertools.chain(*of_branches), *range(self.trunk, 0, -1))
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to share `total` out among so many parts, 1 to each at least."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(stop - start for start, stop in itertools.pairwise((0, *cuts, total)))
+
+
+def shapes_of(depths: Sequence[int], branches: int) -> list[Shape]:
+    """The shapes of so many branches and a trunk that are as deep."""
+    return [
+        shape
+        for *counts, trunk in compositions(len(depths), branches + 1)
+        for host in (None, *range(branches if trunk == 1 else 0))
+        if (shape := Shape(tuple(counts), trunk, host)).depths == tuple(depths)
+    ]
 
 
 def op_work(graph: Graph, factors: FactorTable, op: Op) -> float:

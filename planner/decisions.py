@@ -36,13 +36,13 @@ class Decision:
     its flag, of which `what` is the help.
 
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
-    number from 0 to 1, of some no more (`within`) than of another, why, `sizes` (a list of whole
-    numbers from 1, in an override perhaps how many there are), or else whole numbers from 1, or
-    from 0 where that is `off`. `off` does without it. A plan file has it, where it is `written`, in
-    a stage, its mesh, the plan itself or its outer loop, `always` or unless it is off; what is
-    `beside` another, with that one, without which it is nothing. It `acts` on the whole plan, a
-    stage or a block; all but the first may be given by block. `of_devices`: it counts some of the
-    cluster's devices.
+    number from 0 to 1, of some no more (`within`) than of another, why, `sizes` (what numbers of a
+    list are, whole ones from 1, in an override perhaps how many there are), or else whole numbers
+    from 1, or from 0 where that is `off`. `off` does without it. A plan file has it, where it is
+    `written`, in a stage, its mesh, the plan itself or its outer loop, `always` or unless it is
+    off; what is `beside` another, with that one, without which it is nothing. It `acts` on the
+    whole plan, a stage or a block; all but the first may be given by block. `of_devices`: it counts
+    some of the cluster's devices.
 
     `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
     search's own choice; `named`: values that may be forbidden, by the names that forbid them.
@@ -64,7 +64,7 @@ class Decision:
     legal: Collection[Any] = ()
     parts: tuple[str, ...] = ()
     within: tuple[tuple[str, str, str], ...] = ()
-    sizes: bool = False
+    sizes: str = ""
     off: Any = 1
     acts: Literal["plan", "stage", "block"] = "stage"
     written: Literal["", "mesh", "stage", "plan", "outer_loop"] = ""
@@ -158,7 +158,7 @@ class Decision:
         if self.is_flag:
             return "true, false"
         if self.sizes:
-            return f"how many, or a list of sizes, each an integer from 1 to {MAX_ROWS}"
+            return f"how many, or a list of {self.sizes}, each an integer from 1 to {MAX_ROWS}"
         comma = " or " if any("," in str(value) for value in self.legal) else ", "
         return comma.join(map(str, self.legal)) or f"an integer from {self.least} to {MAX_ROWS}"
 
@@ -290,12 +290,12 @@ _TABLE = (
     Decision("num_microbatches", "micro-batches per step", acts="plan"),
     Decision(
         "slices", "token slices in which a micro-batch goes through the pipeline: how many, or the "
-        "tokens of each", sizes=True, off=(), acts="plan", written="plan", forbidden=True,
+        "tokens of each", sizes="sizes", off=(), acts="plan", written="plan", forbidden=True,
         of_train_step=True, line=_slices_line,
     ),
     Decision(
         "branches", "branches of the model on device groups of their own, at the same time: how "
-        "many, or how many groups each stage is from the end", sizes=True, off=(), acts="plan",
+        "many, or how many groups each stage is from the end", sizes="depths", off=(), acts="plan",
         written="plan", forbidden=True, of_train_step=True, line=_branches_line,
     ),
     Decision(
@@ -604,6 +604,7 @@ def _of_stale() -> Iterator[Contradiction]:
         ("post_validation", bool, "no step waits for a common end", "post_validation=False"),
         ("optimizer_in_backward", bool, "a backward's weights are of an earlier step",
          "optimizer_in_backward=False"),
+        ("replicas", lambda r: r > 1, "replicas meet when all gradients are there", "replicas=1"),
         ("precision", lambda x: x == "fp16", "gradients would have the scale of another step",
          "precision bf16 or fp32"),
     )  # fmt: skip

@@ -122,14 +122,7 @@ def fixed_bytes(
 
 
 def late_bytes(
-    numel: A,
-    held: A,
-    *,
-    weight_bytes: int,
-    kept: int,
-    whole: bool,
-    versions: int = 2,
-    waiting: int = 1,
+    numel: A, held: A, *, weight_bytes: int, kept: int, whole: bool, versions: int, waiting: int
 ) -> A:
     """Bytes beside those of a stage that is flushed, of trained parameters of which a rank steps
     `held` elements: `versions` of the weights that forwards under way have read, a copy of what is

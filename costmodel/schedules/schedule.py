@@ -11,7 +11,9 @@ Two properties follow for any edges (i, j) with i < j, skip edges included. The 
 deadlock, because F(j, k) already comes after F(i, k) along the chain of stages and B(i, k) after
 B(j, k), so an edge adds no order the schedule did not have. And both ends of a channel list the
 micro-batches in the same order, as every stage takes them in turn, which NCCL needs since it
-matches messages by order, not by tag.
+matches messages by order, not by tag. Where branches lie apart, a device has the order of
+that device of a chain which is as deep, and each edge leads to a lesser depth, so that F(j, k)
+comes after F(i, k) along this chain: the devices of one depth do together what one does there.
 """
 
 from collections.abc import Collection, Iterator, Sequence

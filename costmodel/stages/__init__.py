@@ -16,6 +16,7 @@ from meshwright.costmodel.stages.peak import (
     device_peaks,
     fits,
     held_weights,
+    late_at,
     room_bytes,
     stage_bytes,
     used_bytes,

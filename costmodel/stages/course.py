@@ -138,6 +138,7 @@ def walked(stage: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
             "end_bytes": most["end"].nbytes - most["second"].nbytes,
             "step_bytes": max(read + stage.optimizer, gradients.ending),
             "put_off_bytes": put_off,
+            **dict.fromkeys(("version_bytes", "copied_bytes", "waiting_bytes"), 0.0),  # in fixed
             "activation_bytes": activations,
         },
         where={kind: (peak.block, peak.gradients) for kind, peak in most.items()},

@@ -43,12 +43,28 @@ def room_bytes(cluster: Cluster) -> float:
 class InFlight(NamedTuple):
     """Micro-batches of a stage at its device's peak, numbers or arrays of the stages' shape:
     `active` from their forward on, in a backward behind others of the step, and those of which a
-    part is `put_off` then, if backwards are `split`; those in flight in its `first` backward."""
+    part is `put_off` then, if backwards are `split`; those in flight in its `first` backward; and
+    where gradients come late, further `versions` of its weights, whether there are some (`copied`),
+    and steps whose gradients wait."""
 
     active: float | Floats
     put_off: float | Floats = 0.0
     first: float | Floats = 0.0
     split: bool | NDArray[np.bool_] = False
+    versions: float | Floats = 0.0
+    copied: float | Floats = 0.0
+    waiting: float | Floats = 0.0
+
+    def late_bytes(self, costs: StageCosts[Floats] | StageCosts[float]) -> float | Floats:
+        """Bytes of such versions and gradients."""
+        weights = self.versions * costs.version_bytes + self.copied * costs.copied_bytes
+        return weights + self.waiting * costs.waiting_bytes
+
+
+def late_at(pipeline: Pipeline, stage: int) -> tuple[int, int, int]:
+    """The last three numbers of `InFlight`, of a stage."""
+    further = pipeline.versions(stage) - 1
+    return further, int(further > 0), pipeline.waiting_gradients(stage)
 
 
 def stage_bytes(kept_bytes: A, activation_bytes: A, in_flight: A | float) -> A:
@@ -63,15 +79,16 @@ def used_bytes(
     passing: StageCosts[Floats] | StageCosts[float] | None = None,
 ) -> Floats:
     """Bytes of a device with so many equal stages, of which one (`passing`) is in a backward."""
-    running, (active, put_off, first, split) = passing or costs, in_flight
-    held = costs.kept_bytes + active * costs.activation_bytes + put_off * costs.put_off_bytes
-    begun = costs.fixed_bytes + first * costs.activation_bytes
+    running, (active, put_off, first, split) = passing or costs, in_flight[:4]
+    late = in_flight.late_bytes(costs)
+    held = costs.kept_bytes + late + active * costs.activation_bytes + put_off * costs.put_off_bytes
+    begun = costs.fixed_bytes + late + first * costs.activation_bytes
     in_half = running.half_bytes + running.communicator_bytes
     in_first = running.first_bytes + running.communicator_bytes
     backward: Floats = np.maximum(
         alike * held + np.where(split, in_half, running.passing_bytes), alike * begun + in_first
     )
-    return np.maximum(backward, alike * costs.stepping_bytes)
+    return np.maximum(backward, alike * (costs.stepping_bytes + late))
 
 
 @overload
@@ -120,6 +137,11 @@ def device_peaks(
     """The peak of a device of each device group, where all reserve so many bytes. `messages` are
     the bytes of a micro-batch from one stage to another, where it is sent and where it arrives."""
     edges = None if messages is None else frozenset(messages)
+    if not pipeline.record.flushes:
+        late = (InFlight(0, 0, 0, False, *late_at(pipeline, k)) for k in range(len(stages)))
+        more = (float(at.late_bytes(stage)) for at, stage in zip(late, stages, strict=True))
+        both = zip(stages, more, strict=True)
+        stages = [replace(stage, fixed_bytes=stage.fixed_bytes + n) for stage, n in both]
     weights = _of_moments(fewest_alike(pipeline), edges)
     values = np.array([[getattr(stage, name) for name in _BESIDE] for stage in stages])
     sizes = np.array([size for edge in sorted(edges or ()) for size in (messages or {})[edge]])

@@ -83,6 +83,11 @@ class StageCosts(StageMemory[A]):
         return self.fixed_bytes + self.step_bytes + self.communicator_bytes
 
     @property
+    def late_bytes(self) -> A:
+        """Bytes of a further version of the weights, and of gradients that wait, of one step."""
+        return self.version_bytes + self.copied_bytes + self.waiting_bytes
+
+    @property
     def static_bytes(self) -> A:
         """Bytes beside micro-batches in flight, of which there is one at least."""
         passing = self.kept_bytes + self.passing_bytes

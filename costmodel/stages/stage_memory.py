@@ -48,7 +48,10 @@ class StageMemory(Generic[A]):
     the step's first one left), in the second (`second_bytes`, with all gradients), and how much
     more in the last of several, which may reduce (`last_bytes`), and in its second half
     (`end_bytes`), where that is known; in the optimizer's step (`step_bytes`, with gradients); the
-    `put_off_bytes` of a micro-batch between both halves."""
+    `put_off_bytes` of a micro-batch between both halves. Where gradients come late, and the place
+    is not known yet: of one further version of the weights (`version_bytes`), of what is stepped
+    where there are several (`copied_bytes`), of one step's gradients that wait (`waiting_bytes`).
+    """
 
     weight_bytes: A
     fixed_bytes: A
@@ -62,6 +65,9 @@ class StageMemory(Generic[A]):
     end_bytes: A
     step_bytes: A
     put_off_bytes: A
+    version_bytes: A
+    copied_bytes: A
+    waiting_bytes: A
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +108,8 @@ def stage_memory(
     )
     stepped = sums.parameters / sharing.parts(shards)
     undone = setting.validated * stepped * setting.optimizer.state_bytes
-    late = setting.late * memory.late_bytes(
-        sums.parameters,
-        stepped,
-        weight_bytes=setting.weight_bytes,
-        kept=setting.kept_bytes,
-        whole=not sharing.divides,
-    )
+    version = setting.late * setting.weight_bytes * sums.parameters
+    is_stepped = not sharing.divides and setting.weight_bytes == setting.kept_bytes
     frozen = sums.frozen_shard_bytes if sharing.gathers else sums.frozen_bytes
     weights = states.weights + frozen - offload.frozen_there(sums, setting)
     weights = weights - offload.weights_there(sums, setting) + offload.blocks_here(sums, setting)
@@ -124,7 +125,7 @@ def stage_memory(
         half, put_off, second = gradients.later, activations, gradients.first
     return StageMemory(
         weight_bytes=weights,
-        fixed_bytes=weights + states.optimizer + undone + late + undivided,
+        fixed_bytes=weights + states.optimizer + undone + undivided,
         gradient_bytes=gradients.between,
         first_bytes=gradients.first + back,
         later_bytes=gradients.later + back,
@@ -135,6 +136,9 @@ def stage_memory(
         end_bytes=np.zeros_like(second),
         step_bytes=gradients.read + _temporary_bytes(sums, setting) * (not setting.in_backward),
         put_off_bytes=put_off,
+        version_bytes=version,
+        copied_bytes=version * is_stepped,
+        waiting_bytes=setting.late * setting.kept_bytes * stepped,
     )
 
 

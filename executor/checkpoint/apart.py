@@ -2,8 +2,8 @@
 
 All ranks of all replicas write one folder (`replica_parts.py`), which is published when all have:
 so replicas are never of different saves. A run with as many replicas goes on as if it had not
-stopped; any other starts from the weights of the last meeting, with the first replica's optimizer
-states and the outer momentum.
+stopped; any other starts from the trained weights of the last meeting, with the first replica's
+buffers and optimizer states as they were at the save, and the outer momentum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Parts of a checkpoint of replicas that train apart, in one folder.
 
-    model.<FQN>, carried.<FQN>       the weights at the last meeting, as in any checkpoint
+    model.<FQN>, carried.<FQN>       the weights at the last meeting, as in any checkpoint, with the
+                                     first replica's buffers at the save
     outer_momentum.<FQN>             the outer momentum
     replicas/<k>/<name>              what a checkpoint has of replica k: weights, optimizer states
 

@@ -43,7 +43,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ SHOWN = 8  # ranks named in a line; there may be thousands
 PREPARING, EVALUATING = "preparing the step", "evaluating a batch"  # until it is known by all
 INTERRUPTED = "interrupted (Ctrl-C)"  # begins the cause where a person ended the run
 _STDERR = 2
-PEERS = "steps"  # by rank, the steps that it has done, of ranks whose replicas train apart
+PEERS = "phases"  # by rank, those that it has begun, of ranks whose replicas train apart
 SAME = (
     "every rank gives the same batch, or with local=True rows of the same sizes; pad to the same "
     "length on all of them"
@@ -98,9 +98,9 @@ class Progress:
 
     `stages` are those of every rank of the plan, by rank: of one replica, of so many ranks, where
     there are several (`replica_size`). `replica` is a prefix of what is compared within one, and
-    where each `counts_steps`, others may ask how many it has made. `dispensable` are the ranks that
-    the others go on without, and `lost` those of them that are known to have ended. Where ranks are
-    `apart` each traces and prices for itself.
+    where each `tells_phases`, others may ask how many it has begun. `dispensable` are the ranks
+    that the others go on without, and `lost` those of them that are known to have ended. Where
+    ranks are `apart` each traces and prices for itself.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Progress:
         self.lost: frozenset[int] = frozenset()
         self.apart = False
         self.replica, self.replica_size = "", 0
-        self.counts_steps = False
+        self.tells_phases, self.phases_begun = False, 0
         self.predicted_peak_bytes: int | None = None
         self.lowered: int | None = None  # the last step that met another shape of batches
         self.lowering_s: float | None = None  # since when it lowers for that
@@ -132,6 +132,7 @@ class Progress:
         waits: bool = False,
     ) -> None:
         """The main thread begins another phase; to be called inside `during`."""
+        self.phases_begun += 1
         self.activity = Activity(
             steps_done=self.activity.steps_done,
             phase=phase,
@@ -141,6 +142,11 @@ class Progress:
             raised=None,
             since_s=time.monotonic(),
         )
+
+    def wait_anew(self) -> None:
+        """The phase goes on, and its time begins again: others that it waits for go on. It is no
+        other phase, or two ranks that wait for each other would do so forever."""
+        self.activity = replace(self.activity, since_s=time.monotonic())
 
     @contextmanager
     def during(self, phase: str, *, waits: bool = False, is_step: bool = False) -> Iterator[None]:
@@ -318,8 +324,8 @@ class Watchdog:
                 if progress.dispensable and self.store.check(["lost"]):
                     ended = {r for r in progress.dispensable if self.store.check([f"lost/{r}"])}
                     progress.lost |= ended
-                if progress.counts_steps:
-                    self.store.set(f"{PEERS}/{self.rank}", str(progress.activity.steps_done))
+                if progress.tells_phases:
+                    self.store.set(f"{PEERS}/{self.rank}", str(progress.phases_begun))
                 self._compare_shapes()
         except RuntimeError:  # of the store: nothing else in here raises it
             self._follow_lost_store()

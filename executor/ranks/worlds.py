@@ -4,14 +4,15 @@ All that builds and runs stages makes its groups by partitions of torch's defaul
 ranks in it. So a replica's own group is the default one while its plan runs, and of all ranks only
 those that meet (`runtime/meetings.py`) know of each other: rank i of every replica.
 
-They wait for each other as long as those that are late still make steps: replicas may be a whole
+They wait for each other as long as those that are late still go on: replicas may be a whole
 round of steps apart, which no timeout of a collective may end. Who arrives says so in the store,
 
     at/<place>/<r>   what rank r says there
-    steps/<r>        the steps that it has done, once a second (`watchdog.py`)
+    phases/<r>       how many phases its main thread has begun, once a second (`watchdog.py`)
 
 and looks there until all have; only then do they exchange tensors. The watchdog's timeout counts
-from the last step that any of those made. A replica that dies ends all ranks, as any rank does.
+from the last phase that any of those began: of a step, an evaluation, a save. A replica that dies
+ends all ranks, as any rank does.
 """
 
 from __future__ import annotations
@@ -68,23 +69,23 @@ class ReplicaWorld:
         keys = [f"at/{place}/{visit}/{rank}" for rank in self._peer_ranks]
         with progress.during(f"{MEETING} ({place})", waits=True):
             self.store.set(keys[self.number], told)
-            self._await(keys, place)
+            self._await(keys)
             said = [self.store.get(key).decode() for key in keys]
         if visit > 1:  # all have read what they said the time before the last
             self.store.delete_key(f"at/{place}/{visit - 2}/{self.rank}")
         return said
 
-    def _await(self, keys: list[str], place: str) -> None:
-        pause_s, seen = POLL_S, self._steps()
+    def _await(self, keys: list[str]) -> None:
+        pause_s, seen = POLL_S, self._phases()
         while not self.store.check(keys):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)
-            if pause_s == SLOWEST_POLL_S and (steps := self._steps()) != seen:
-                seen = steps
-                progress.enter(f"{MEETING} ({place})", waits=True)
+            if pause_s == SLOWEST_POLL_S and (phases := self._phases()) != seen:
+                seen = phases
+                progress.wait_anew()
 
-    def _steps(self) -> Mapping[int, bytes]:
-        """The steps that each peer has done, as far as it has said."""
+    def _phases(self) -> Mapping[int, bytes]:
+        """The phases that each peer has begun, as far as it has said."""
         keys = {rank: f"{PEERS}/{rank}" for rank in self._peer_ranks}
         return {r: self.store.get(key) for r, key in keys.items() if self.store.check([key])}
 
@@ -117,9 +118,18 @@ class ReplicaWorld:
         sent[: x.numel()] = x
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.peers)
-        part_sum = received.view(self.count, part).sum(0)
+        part_sum = summed(received.view(self.count, part))
         dist.all_gather(list(sent.view(self.count, part).unbind()), part_sum, group=self.peers)
         return sent[: x.numel()]
+
+
+def summed(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows of [rows, n], added one after the other: as `sum` adds, an element's
+    order depends on its column."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def replica_world(count: int) -> ReplicaWorld:
@@ -154,6 +164,6 @@ def _world(all_ranks: Any, count: int) -> ReplicaWorld:
         peers=peers,
         store=launch.meeting_store(),
     )
-    progress.counts_steps = True
+    progress.tells_phases = True
     launch.before_leaving.append(lambda: world.arrive("the end"))
     return world

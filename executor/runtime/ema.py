@@ -32,9 +32,18 @@ class Ema:
     """
 
     def __init__(self, model: HasParameters, decay: float = 0.999) -> None:
-        """Averages begin as the weights are. Raises ValueError for a decay out of [0, 1)."""
+        """Averages begin as the weights are. Raises ValueError for a decay out of [0, 1),
+        StateError for replicas that train apart."""
         if not is_number(decay) or not 0 <= decay < 1:
             raise ArgumentError.refused("Ema: decay", decay, legal="a number from 0 to below 1")
+        if getattr(getattr(model, "plan", None), "outer_loop", None) is not None:
+            raise StateError(
+                ": replicas that train apart have weights of their own, and those that are saved "
+                "are of their last meeting",
+                place="Ema",
+                legal="a plan without an outer loop",
+                way_out="average full_state_dict() after each meet() yourself",
+            )
         self.decay = decay
         self._model = model
         self._averages = {fqn: p.detach().clone() for fqn, p in self._trained().items()}

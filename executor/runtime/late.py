@@ -16,6 +16,7 @@ call in which the first stage is done with it: no rank waits there for another o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor import ranks
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.host_values import read
-from meshwright.executor.parameters import StageParameter, accumulate_grads
+from meshwright.executor.parameters import StageParameter, accumulate_grads, local_of
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import (
     Given,
@@ -42,6 +43,8 @@ from meshwright.executor.stages import (
     key_of,
     look_ups_named,
 )
+
+log = logging.getLogger(__name__)
 
 _MADE = count()  # on all ranks alike
 
@@ -103,6 +106,16 @@ class LateSteps:
                 "yet",
                 place=who,
                 legal="a pipeline that is drained",
+                way_out="call `while result.drain() is not None:` with the optimizer's step before",
+            )
+
+    def check_feeds(self) -> None:
+        """Raise ValueError for a batch in the midst of draining, which leaves a gap behind it."""
+        if self.calls > self.fed > 0:
+            raise StateError(
+                ": the pipeline is drained in part, and goes on when all of it is",
+                place="train_step",
+                legal="a pipeline that is drained, or of which nothing is",
                 way_out="call `while result.drain() is not None:` with the optimizer's step before",
             )
 
@@ -187,15 +200,18 @@ class LateSteps:
         return bool(0 <= number < self.fed * count)
 
     def _ahead(self, stream: Sequence[Instruction]) -> list[Instruction]:
-        """Receives of the next call, of what is sent in this one, counted from its first
-        micro-batch."""
-        pipeline, ahead = self.pipeline, []
-        for i in (i for i in stream if i.action is Action.RECV_GRADIENT):
-            assert i.peer is not None
-            shifted = replace(i, microbatch=i.microbatch + pipeline.num_microbatches)
-            if i.microbatch < -pipeline.left(i.peer) and self._is_due(shifted):
-                ahead.append(shifted)
-        return ahead
+        """Receives of the next calls, of what is sent in this one, counted from its first
+        micro-batch: a peer is up to as many micro-batches ahead as there are stages between."""
+        pipeline, m = self.pipeline, self.pipeline.num_microbatches
+        received = [i for i in stream if i.action is Action.RECV_GRADIENT]
+        from_peers = {i.peer: i for i in received if i.peer is not None}
+        return [
+            receive
+            for k in range(m - pipeline.left(self.stage), m)
+            for peer, i in from_peers.items()
+            if k < m - pipeline.left(peer)
+            if self._is_due(receive := replace(i, microbatch=k))
+        ]
 
     def posted_before(self, what: Instruction | Phase) -> int:
         """Receives that this rank has posted, and not waited for, before that of an instruction."""
@@ -238,9 +254,17 @@ class LateSteps:
             return torch.full((), math.nan, device=device)
         numbers = self.reduced[number].wait()
         loss, bad, *riding = read(numbers, lambda: [0.0] * (2 + ranks.RIDING))
-        if bad:
-            self.runtime.guard.say_skipped(None)
-        self.runtime.guard.conclude(not (bad and self.alike))
+        guard = self.runtime.guard
+        if bad and self.alike:
+            guard.say_skipped(None)
+        elif bad and not guard.warned:
+            guard.warned = True
+            if not self.runtime.place.rank:
+                log.warning(
+                    "gradients of a step are not finite, and were delivered all the same: stages "
+                    "step those of different batches (said once)"
+                )
+        guard.conclude(not (bad and self.alike))
         self.runtime.batch_check.conclude(riding)
         if not self.reduced[number].gradients:
             del self.reduced[number]
@@ -248,8 +272,9 @@ class LateSteps:
 
     def _deliver(self) -> None:
         """Add the gradients that are due to `.grad`; where they are due on all ranks at once, only
-        if all of them are finite."""
+        if all of them are finite. Where none are due, zeros that were left there are let go."""
         if not 0 <= (number := self.calls - self.late) < self.fed:
+            self._let_zeros_go()
             return
         reduced = self.reduced[number]
         if not (self.alike and read(reduced.wait()[1], lambda: 0.0)):
@@ -262,6 +287,17 @@ class LateSteps:
         reduced.gradients = []
         if number <= self.calls - self.pipeline.staleness:
             del self.reduced[number]
+
+    def _let_zeros_go(self) -> None:
+        """Have no `.grad` where all are zero on this rank, as `zero_grad(set_to_none=False)` leaves
+        them: an optimizer would step momentum and weight decay with them."""
+        held = [p.api for p in self.runtime.stage_parameters if p.api.grad is not None]
+        if not held:
+            return
+        summed = torch.stack([local_of(p.grad).detach().abs().sum().double() for p in held]).sum()
+        if not read(summed, lambda: 1.0):
+            for p in held:
+                p.grad = None
 
 
 # --- versions of weights --------------------------------------------------------------------------

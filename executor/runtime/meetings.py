@@ -10,8 +10,9 @@ outer learning rate
 
 and all replicas go on from v. With α = 1 and β = 0 the weights are averaged: Local SGD. Of P
 fragments (Streaming DiLoCo, 2501.18512) the j-th meets at steps that are j H/P more than a multiple
-of H. When they meet follows from the number of steps alone, be they skipped or not, and is asked
-before a step or anything else that reads the state.
+of H. When they meet follows from the number of steps alone, be they skipped or not. A meeting that
+is due is at the start of the next step, as only then the optimizer has surely made its own: what is
+called in between (clipping, a checkpoint, an evaluation) finds the weights unmet.
 
 The fragments cut the model's trained parameters, in the order of its state dict, where their global
 sizes come nearest to equal parts: all ranks cut alike. Of what several ranks of a replica hold
@@ -237,7 +238,13 @@ class Meetings:
     @contextmanager
     def holding(self, name: str = "weights") -> Iterator[None]:
         """Context in which the parameters have the values of the outer `weights`, or `momentum`.
-        Collective within the replica."""
+        Raises StateError before there are any. Collective within the replica."""
+        if self.begun_at is None:
+            raise StateError(
+                ": the model is on the meta device, and replicas have no weights in common",
+                place="replicas",
+                way_out="call load_weights, load_state_dict or init_weights first",
+            )
         before = [(p, p.stored.detach().to("cpu", copy=True)) for p in self._parameters()]
         for share in self.shares:
             share.write(getattr(share, name))
@@ -281,17 +288,19 @@ def _cut(runtime: Runtime, fragments: int) -> list[frozenset[str]]:
 
 
 def _shares(runtime: Runtime, names: frozenset[str]) -> list[Share]:
-    """This rank's shares of a fragment, one for each axis, dtype and way of sending."""
+    """This rank's shares of a fragment, one for each axis, dtype and way of sending. Ranks that
+    hold the same parameters have them in the same share, at the same places of its blocks."""
     place = runtime.place
     by_holders: dict[tuple[Any, ...], list[StageParameter]] = {}
     for p in sorted(runtime.stage_parameters, key=lambda p: p.fqn):
         if p.trainable and p.fqn in names and p.stored.numel():
             tied = len(p.shared_stages) > 1
             divided = p.shard_placement.sharded
-            key = p.experts, divided, tied, str(p.stored.dtype)
+            split = p.placement.sharded  # others are alike on tensor ranks, as must be their blocks
+            key = p.experts, divided, tied, split, str(p.stored.dtype)
             by_holders.setdefault(key, []).append(p)
     shares = []
-    for (experts, divided, tied, _), parameters in sorted(by_holders.items(), key=lambda x: x[0]):
+    for (experts, divided, tied, *_), parameters in sorted(by_holders.items(), key=lambda x: x[0]):
         holders = place.holders(experts=experts)
         axis = holders.replicate if divided else holders.data
         shares.append(Share(parameters=parameters, axis=axis, exact=tied))

@@ -205,6 +205,7 @@ class Runtime(RankState):
     ) -> torch.Tensor:
         """A step whose gradients come late: the loss of the newest one that is done with."""
         self._check_trains()
+        late.check_feeds()
         step, inputs = self._prepared(batch, local)
         late.check_step(step)
         self.follow_buffers()

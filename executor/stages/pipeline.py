@@ -87,8 +87,8 @@ class EarlyForwards:
 class Unflushed:
     """Surroundings of a step of `count` micro-batches that goes on with passes which the one
     `before` left, and leaves some itself: `take` has the weights of a micro-batch, `reduced` gets
-    the gradients of a step behind the last of its backwards, `ahead` are receives of the next step,
-    of what is sent in this one."""
+    the gradients of a step behind the last of its backwards, `ahead` are receives of later steps,
+    of what is sent until the end of this one."""
 
     before: PipelineRun | None
     count: int
@@ -186,7 +186,8 @@ class PipelineRun:
                 self._play(self.stream[:count])
         self._play(self.stream[count:])
         for following in () if self.unflushed is None else self.unflushed.ahead:
-            self._post(following)
+            if key_of(following) not in self.posted:
+                self._post(following)
         progress.enter("finishing sends", waits=True)
         for work, _ in self.sending:
             work.wait()

@@ -31,13 +31,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_replica(method: Method) -> Method:
-    """A method that runs in the world of this rank's replica, after a meeting if one is due."""
+    """A method that runs in the world of this rank's replica, which begins as the others do. It
+    meets nobody: it may come between a step's gradients and the optimizer (`after_meeting`)."""
 
     @wraps(method)
     def inside(self: PlannedModel, *args: Any, **kwargs: Any) -> Any:
         if self.plan.outer_loop is None or self._why_not or self._is_inside:
             return method(self, *args, **kwargs)
-        self.meetings.meet_if_due()
+        self.meetings.begin()
         self._is_inside = True
         try:
             with self._inside():
@@ -46,6 +47,19 @@ def in_replica(method: Method) -> Method:
             self._is_inside = False
 
     return cast(Method, inside)
+
+
+def after_meeting(method: Method) -> Method:
+    """A method before which replicas meet if that is due: whoever calls it says that the
+    optimizer has made its step."""
+
+    @wraps(method)
+    def met(self: PlannedModel, *args: Any, **kwargs: Any) -> Any:
+        if self.plan.outer_loop is not None and not self._why_not and not self._is_inside:
+            self.meetings.meet_if_due()
+        return method(self, *args, **kwargs)
+
+    return cast(Method, met)
 
 
 class PlannedModel:
@@ -161,7 +175,8 @@ class PlannedModel:
     def meet(self) -> None:
         """Have replicas that train apart meet now, after as many steps on all of them, whatever
         `sync_every` says: the weights are the outer ones then. Does nothing where they have made no
-        step since, or with one replica. Collective."""
+        step since, or with one replica. Call it after the optimizer's step, and before what reads
+        the weights of the last meeting (`full_state_dict`) should have the latest. Collective."""
         if self.plan.outer_loop is not None:
             self.meetings.meet()
 

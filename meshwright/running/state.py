@@ -15,6 +15,7 @@ from meshwright.costmodel.memory import optimizer_named
 from meshwright.costmodel.operators import matrices_of
 from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, load_apart, save_apart, weights
+from meshwright.executor.errors import OptimizerError
 from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
 from meshwright.executor.ranks import background, gloo_group, launch, progress, run_on_all
 from meshwright.executor.runtime import ServedRuntime, group_of
@@ -117,6 +118,7 @@ class State(PlannedModel):
         try:
             if whole is None:
                 return make(params, **options)
+            self._check_steps_whole(f"make_optimizer: {kind}")
             return WholeTensors(make, params, held=held, place=place, options=options, whole=whole)
         except TypeError as error:
             raise ArgumentError(
@@ -140,10 +142,21 @@ class State(PlannedModel):
         Its `state_dict` is collective; a checkpoint takes it as any optimizer, for every plan.
         """
         self.without_servers("whole_tensor_optimizer")
+        self._check_steps_whole("whole_tensor_optimizer")
         runtime = self.runtime
         chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
         held, place = runtime.stage_parameters, runtime.place
         return WholeTensors(optimizer_class, chosen, held=held, place=place, options=options)
+
+    def _check_steps_whole(self, who: str) -> None:
+        """Raise ValueError where gradients come late, with which tensors are not stepped whole."""
+        if self.plan.staleness:
+            raise OptimizerError(
+                " would step whole tensors, whose owners the plan's late gradients do not reach",
+                place=who,
+                legal="an optimizer that steps each element by itself, as adamw",
+                way_out="take one, or plan with Overrides(staleness=0)",
+            )
 
     @contextmanager
     def _as_met(self) -> Iterator[None]:
@@ -222,7 +235,8 @@ class State(PlannedModel):
         submodules, or that which `submodule` names; without one, the folder has no config. With
         `trainable_only` peft's adapters are written as peft reads them; of a model without
         adapters the trained parameters. Raises ValueError for what can't be saved so, RuntimeError
-        where writing fails, the same on all ranks.
+        where writing fails, the same on all ranks. Of replicas that train apart the weights at
+        their last meeting; `meet()` before makes these the latest.
         """
         options: dict[str, Any] = {
             "max_shard_size": max_shard_size,
@@ -233,7 +247,7 @@ class State(PlannedModel):
         if self._world is None:
             self._written(lambda: export.save_pretrained(self.runtime, path, **options))
             return
-        self.meetings.meet_if_due()
+        self.meetings.begin()
 
         def first() -> None:
             if self._world is not None and self._world.number == 0:
@@ -277,6 +291,10 @@ class State(PlannedModel):
         copied to the host: training may go on, `.wait()` on what is returned says that it is on the
         disk, and the next save or load, and the end of the process, wait for it. An error in the
         background is raised by `.wait()` or the next save.
+
+        Replicas that train apart are saved as they are, and the weights at their last meeting with
+        the first replica's buffers; a meeting that is due is at the `train_step` after, here and
+        where it is loaded.
         """
         if self._saving is not None:
             before, self._saving = self._saving, None

@@ -24,7 +24,7 @@ from meshwright.planner.plan import Plan, sized
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import ArgumentError, shown
 from meshwright.profiles.inputs.limits import checked_booleans, is_number
-from meshwright.running.planned import PlannedModel, in_replica
+from meshwright.running.planned import PlannedModel, after_meeting, in_replica
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Steps(PlannedModel):
     _stepped: bool = False  # by an optimizer that was given
 
     @checked_booleans
+    @after_meeting
     @in_replica
     def train_step(
         self,
@@ -71,7 +72,8 @@ class Steps(PlannedModel):
         the mean of those that it was told in this round.
 
         Replicas that train apart take their own rows of the batch, and return the mean loss over
-        those; they meet at the start of the first call after a meeting is due.
+        those. A meeting that is due is at the start of the next call, when the optimizer has
+        stepped, or in `meet()`: nothing else that is called between two steps has one.
 
         Of a pipeline with `staleness` s the gradients are those of s steps ago, or of fewer on some
         stages, and so is the loss: that of the batch given s calls ago, NaN before there is one, so

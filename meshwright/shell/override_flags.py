@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from meshwright.planner.decisions import DECISIONS, Decision, forbiddable
@@ -66,7 +67,9 @@ def _flag(decision: Decision) -> dict[str, Any]:
         text = f"{decision.what}, of {', '.join(decision.parts)}"
         return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": text}
     if decision.sizes:
-        return {"type": _sizes, "metavar": "COUNT|SIZE,..", "help": decision.what}
+        each = decision.sizes.removesuffix("s").upper()
+        read = partial(_sizes, decision.sizes)
+        return {"type": read, "metavar": f"COUNT|{each},..", "help": decision.what}
     kind = str if decision.legal and isinstance(next(iter(decision.legal)), str) else int
     legal = decision.values if decision.legal else f"an integer from {decision.least}"
     text = f"{decision.what}: {legal}"
@@ -76,12 +79,12 @@ def _flag(decision: Decision) -> dict[str, Any]:
     return {"action": "append", "type": _by_block(kind), "metavar": "[GLOB=]VALUE", "help": text}
 
 
-def _sizes(text: str) -> int | tuple[int, ...]:
-    """Reader of a count, or of sizes after commas."""
+def _sizes(words: str, text: str) -> int | tuple[int, ...]:
+    """Reader of a count, or of several after commas, which the words name."""
     try:
         sizes = tuple(map(int, text.split(",")))
     except ValueError:
-        legal = "a number, or sizes after commas, e.g. 4096,2048,2048"
+        legal = f"a number, or {words} after commas, e.g. 4,2,2"
         raise argparse.ArgumentTypeError(f"{text!r}; legal: {legal}") from None
     return sizes if "," in text else sizes[0]
 

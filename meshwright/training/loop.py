@@ -264,6 +264,7 @@ class Loop:
             if self.watch is not None:
                 self._tell("logged", self.result.metrics())
         if self.evaluations and "evaluate" in asked:
+            self._drain()  # what is saved behind it, or given back, is what was evaluated
             asked |= self._evaluate(self.evaluations)
         if "save" in asked:
             self._save()

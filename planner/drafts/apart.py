@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -21,14 +22,17 @@ from typing import NamedTuple
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.schedules import Pipeline, in_flight
 from meshwright.planner import inter_op
+from meshwright.planner.branches import Shape, compositions, shapes_of
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.unequal import DP_GAP, Option, UnequalStages
 
 UNITS = 16  # parts of the cluster in which devices are shared out, at most
 NEAR = 5  # numbers of devices that are tried for a branch, next to its part of the work
 DRAFTS = 10  # of the best shares, for each way in which schedules fill a pipeline
+ALIKE = 5  # of these with the same depths
 
 Run = tuple[int, int]  # of blocks, as positions among the cuts
+Counts = tuple[int | None, ...]  # of stages, None where they are free
 Solution = inter_op.InterOpSolution
 
 
@@ -57,12 +61,7 @@ class Share(NamedTuple):
     @property
     def depths(self) -> tuple[int, ...]:
         """The device groups from each stage to the end."""
-        after = [len(self.trunk) - (b == self.host) for b in range(len(self.branches))]
-        of_branches = (
-            range(behind + len(stages), behind, -1)
-            for behind, stages in zip(after, self.branches, strict=True)
-        )
-        return (*itertools.chain(*of_branches), *range(len(self.trunk), 0, -1))
+        return Shape(tuple(map(len, self.branches)), len(self.trunk), self.host).depths
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,20 +90,25 @@ class Shares:
         """The best shares, of stages that fit each alone."""
         *branches, trunk = self.runs
         shares = list[Share]()
-        for sizes in self._sizes():
-            alone = sizes[-1] > 0
-            for counts in self._counts(alone):
+        for counts, hosts in self._counts():
+            for sizes in self._sizes(counts):
                 of_branches = zip(branches, sizes, counts, strict=False)
-                chains = [self._chain(run, n, count, alone) for run, n, count in of_branches]
+                chains = [self._chain(run, n, count, not hosts) for run, n, count in of_branches]
                 if not all(chains):
                     continue
                 solved = [chain for chain in chains if chain]
-                if alone:
-                    shares += self._behind(solved, self._chain(trunk, sizes[-1], counts[-1], False))
+                if hosts:
+                    shares += self._beside(solved, trunk, hosts)
                 else:
-                    shares += self._beside(solved, trunk)
+                    shares += self._behind(solved, self._chain(trunk, sizes[-1], counts[-1], False))
         shares.sort(key=lambda share: share.objective_s)
-        return [share for share in shares if share.objective_s < self.cutoff_s][:DRAFTS]
+        alike = Counter[tuple[int, ...]]()
+        best = list[Share]()
+        for share in shares:
+            alike[share.depths] += 1
+            if alike[share.depths] <= ALIKE and share.objective_s < self.cutoff_s:
+                best.append(share)
+        return best[:DRAFTS]
 
     def _behind(self, chains: Sequence[Solution], trunk: Solution | None) -> Iterator[Share]:
         """The share with the trunk on devices of its own."""
@@ -113,12 +117,14 @@ class Shares:
             objective_s += max(chain.t_max_s for chain in (*chains, trunk))
             yield Share(objective_s, tuple(chain.stages for chain in chains), trunk.stages, None)
 
-    def _beside(self, chains: Sequence[Solution], trunk: Run) -> Iterator[Share]:
-        """Shares with the trunk beside the last stage of each branch that can have it."""
+    def _beside(
+        self, chains: Sequence[Solution], trunk: Run, hosts: Sequence[int]
+    ) -> Iterator[Share]:
+        """Shares with the trunk beside the last stage of each of the `hosts` that can have it."""
         table = self.table
         assert table.fill_s is not None
-        for host, chain in enumerate(chains):
-            last = chain.stages[-1]
+        for host in hosts:
+            last = chains[host].stages[-1]
             time_s = float(table.time_s[last.variant, *trunk])
             if math.isinf(time_s):
                 continue
@@ -173,20 +179,22 @@ class Shares:
 
     # --- devices and stages of each ---
 
-    def _sizes(self) -> Iterator[tuple[int, ...]]:
-        """Devices of each branch and of the trunk, 0 where it lies beside a branch."""
+    def _sizes(self, counts: Counts) -> Iterator[tuple[int, ...]]:
+        """Devices of each branch and of the trunk, which have so many stages at least."""
         space, total = self.unequal.space, self.unequal.space.cluster.num_devices
         sizes = sorted(space.sizes())
         unit = max((n for n in sizes if n * UNITS <= total), default=sizes[0])
         work = [self._device_s(run) for run in self.runs]
         near = [
-            sorted(range(unit, total, unit), key=lambda n: abs(n - total * part / sum(work)))[:NEAR]
-            for part in work
+            sorted(
+                (n for n in range(unit, total, unit) if n >= (count or 1)),
+                key=lambda n: abs(n - total * part / sum(work)),
+            )[:NEAR]
+            for part, count in zip(work, counts, strict=True)
         ]
-        trained = self.unequal.equal.legal[self.runs[-1]]
-        for trunk in (0, *near[-1]) if trained else (0,):
+        for trunk in (0,) if counts[-1] == 0 else near[-1]:
             for first in itertools.product(*near[:-2]):
-                if (rest := total - trunk - sum(first)) >= unit:
+                if (rest := total - trunk - sum(first)) >= max(unit, counts[-2] or 1):
                     yield (*first, rest, trunk)
 
     def _device_s(self, run: Run) -> float:
@@ -197,16 +205,28 @@ class Shares:
         least = float(seconds.min())
         return least if math.isfinite(least) else 1.0
 
-    def _counts(self, alone: bool) -> Iterator[tuple[int | None, ...]]:
-        """Stages of each branch and of the trunk, if it lies alone: None where they are free, or
-        as many device groups in all as the user asked for."""
-        parts, groups = len(self.runs) - 1 + alone, self.unequal.space.restrictions.pp
-        if groups is None:
-            yield (None,) * parts
-            return
-        for counts in itertools.product(range(1, groups), repeat=parts - 1):
-            if (last := groups - sum(counts)) > 0:
-                yield (*counts, last)
+    def _counts(self) -> Iterator[tuple[Counts, tuple[int, ...]]]:
+        """Stages of each branch and of the trunk, 0 where it lies beside a branch, with those that
+        it may lie beside: of as many device groups in all, or of the depths, that the user asked
+        for, else free."""
+        restrictions, number = self.unequal.space.restrictions, len(self.runs) - 1
+        hosts, free = tuple(range(number)), (None,) * number
+        depths, groups = restrictions.branches, restrictions.pp
+        if isinstance(depths, Sequence):
+            shapes: list[tuple[Counts, tuple[int, ...]]] = [
+                ((*shape.branches, shape.trunk), ()) if shape.host is None
+                else ((*shape.branches, 0), (shape.host,))
+                for shape in shapes_of(depths, number)
+            ]  # fmt: skip
+        elif groups is None:
+            shapes = [((*free, 0), hosts), ((*free, None), ())]
+        else:
+            shapes = [((*counts, 0), hosts) for counts in compositions(groups, number)]
+            shapes += [(counts, ()) for counts in compositions(groups, number + 1)]
+        trained = self.unequal.equal.legal[self.runs[-1]]
+        for counts, beside in shapes:
+            if (beside or trained) and (groups is None or sum(filter(None, counts)) in (0, groups)):
+                yield counts, beside
 
 
 def apart_drafts(
@@ -234,9 +254,6 @@ def apart_drafts(
 def _in_pipelines(
     unequal: UnequalStages, share: Share, options: Sequence[Option], names: Sequence[str], m: int
 ) -> Iterator[tuple[list[StageDraft], Pipeline]]:
-    asked = unequal.space.restrictions.branches
-    if not isinstance(asked, int) and asked is not None and tuple(asked) != share.depths:
-        return
     for offered in unequal.space.schedules(len(set(share.groups)), m):
         if offered.schedule not in names or not offered.record.branched:
             continue

@@ -309,6 +309,8 @@ def _room_to_keep(stages: Sequence[StageDraft], room: float) -> float:
     put_off = sum(
         float(flight.put_off) * c.put_off_bytes for flight, c in zip(flights, costs, strict=True)
     )
+    late = sum(float(f.late_bytes(c)) for f, c in zip(flights, costs, strict=True))
+    room -= late
     begun = max(c.first_bytes + c.communicator_bytes for c in costs)
     spare = (
         (room - passing - put_off - sum(c.kept_bytes for c in costs), [f.active for f in flights]),

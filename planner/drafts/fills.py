@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.schedules import Action, Moment, Pipeline, in_flight, moments
-from meshwright.costmodel.stages import Floats, InFlight, StageCosts
+from meshwright.costmodel.stages import Floats, InFlight, StageCosts, late_at
 
 
 def filling_s(pipeline: Pipeline, costs: StageCosts[Any], *, validated: bool = False) -> Floats:
@@ -34,7 +34,12 @@ def held_at_peak(pipeline: Pipeline) -> tuple[InFlight, ...]:
     alike = pipeline.each == 1 or pipeline.depths
     if alike and not pipeline.record.splits_backward:
         alone = [in_flight(pipeline, k) for k in range(pipeline.num_stages)]
-        return tuple(InFlight(active=min(n, pipeline.num_microbatches - 1), first=n) for n in alone)
+        m = pipeline.num_microbatches
+        if not pipeline.record.flushes:
+            return tuple(
+                InFlight(n, 0.0, n, False, *late_at(pipeline, k)) for k, n in enumerate(alone)
+            )
+        return tuple(InFlight(active=min(n, m - 1), first=n) for n in alone)
     of_devices = zip(moments(pipeline), pipeline.placed, strict=True)
     devices = [_at_peak(held, len(stages)) for held, stages in of_devices]
     return tuple(devices[device] for device in pipeline.device_of)

@@ -36,13 +36,14 @@ from meshwright.costmodel.sharding import FactorTable, why_not_sliced
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.branches import branches_of
+from meshwright.planner.branches import branches_of, shapes_of
 from meshwright.planner.decisions import slices_in
 from meshwright.planner.drafts.reliefs import Relief, legal_stages, reliefs, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
     PlanError,
     check_blocks,
+    compress_names,
     divisors,
     fewest_experts,
     has_experts,
@@ -203,20 +204,37 @@ class Space:
         count = None if asked is None else slices_in(asked)
         if count == 1:
             return ()
-        found = branches_of(self.graph, self.factors)
-        why = "" if found else "the model has no two that begin with it, one after the other"
-        if found and not self.may_differ:
-            why = "they need device groups of their own, of any meshes, side by side"
-        if count and (why or (isinstance(asked, int) and asked != len(found))):
+        runs = branches_of(self.graph, self.factors)
+        why = self._why_together(runs)
+        fits: object = asked == len(runs)
+        model = f"the model has {len(runs)}"
+        if isinstance(asked, Sequence):
+            fits = shapes_of(asked, len(runs))
+            model += " and a trunk, each stage of one a device group nearer to the end"
+        if count and (why or not fits):
             raise OverrideError(
-                f"={shown(asked)}: {why or f'the model has {len(found)}'}",
+                f"={shown(asked)}: {why or model}",
                 place="override branches",
-                legal="1" if why else f"1, {len(found)}",
+                legal="1" if why else f"1, {len(runs)}",
                 way_out="drop the override",
             )
         sliced, validated = (self.slices_asked or 1) > 1, self.restrictions.steppings[0] != "at_end"
         apart = self.problem.target.gradients_come and not (why or sliced or validated)
-        return found if apart else ()
+        return runs if apart else ()
+
+    def _why_together(self, runs: Sequence[range]) -> str:
+        """Why the branches of the model lie on no devices of their own; empty if they may."""
+        if not runs:
+            return "the model has no two that begin with it, one after the other"
+        if not self.may_differ:
+            return "they need device groups of their own, of any meshes, side by side"
+        blocks, values = self.graph.blocks, self.graph.values
+        for run in runs:
+            here = [blocks[k] for k in run]
+            if not any(values[v].requires_grad for block in here for v in block.parameters):
+                names = ", ".join(compress_names([block.name for block in here]))
+                return f"{names} hold no trained parameter, so its devices would have no optimizer"
+        return ""
 
     @property
     def must_be_apart(self) -> bool:
@@ -595,6 +613,13 @@ class Space:
             if schedule.flushes == ((stepping or over.steppings[0]) != "stale")
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
+        if "pipedream_2bw" in legal:  # as late, and what is not finite is dropped
+            late = legal["pipedream_2bw"].staleness(m, groups)
+            legal = {
+                name: schedule
+                for name, schedule in legal.items()
+                if name != "pipedream" or schedule.staleness(m, groups) != late
+            }
         if groups == 1:
             if slices > 1 and not self.slices_asked:
                 return []

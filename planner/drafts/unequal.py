@@ -144,7 +144,7 @@ class UnequalStages:
                 fills.append([np.where(ok, fill, np.inf) for fill in filled])
                 turn, once_s = (f + b)[index] + send, costs.reduce_s + costs.optimizer_s
                 times.append(np.where(ok, (m - 1) * turn + once_s[index], np.inf))
-                static.append(costs.static_bytes[index])
+                static.append((costs.static_bytes + costs.late_bytes)[index])
                 active.append(costs.activation_bytes[index])
         table = inter_op.StageTable(
             devices=np.array([o.setup.mesh.devices for o in options], dtype=np.int64),

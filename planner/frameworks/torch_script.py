@@ -71,6 +71,7 @@ REFUSED = {
     "ep": "experts on other ranks are no style of parallelize_module",
     "servers": "torch's optimizers step what a rank computes with",
     "replicas": "torch has no outer loop of replicas that train apart",
+    "branches": "stages of torch follow each other",
 }
 LEFT_OUT = {
     "hpz": ("fully_shard keeps no secondary shards", "weights are gathered from all shards"),
@@ -78,7 +79,6 @@ LEFT_OUT = {
     "compressed": ("its hooks are of DistributedDataParallel", "gradients as they are"),
     "staleness": ("torch's schedules flush the pipeline", "gradients of the step's own batch"),
     "slices": ("torch's schedules take micro-batches whole", "micro-batches of whole rows"),
-    "branches": ("torch's stages follow each other", "branches one after the other"),
     "segments": ("blocks are wrapped one by one", "each block of a segment is recomputed alone"),
     "offload": ("it would lie on devices for a part", "everything stays on devices"),
     "chunked_loss": ("the loss is the model's or the user's", "the loss in one part"),
@@ -163,11 +163,13 @@ def _check(plan: Plan, graph: Graph) -> None:
     for name, why in REFUSED.items():
         off = DECISIONS[name].off
         for k, holder in enumerate(plan.having(name)):
-            if (value := getattr(holder, name)) > off:
-                place = f"stage {k}: {name}" if holder is not plan else name
+            if DECISIONS[name].uses(value := getattr(holder, name)):
+                place = f"plan: {name}" if holder is plan else f"stage {k}: {name}"
+                value = list(value) if isinstance(value, tuple) else value
+                without = off if isinstance(off, int) else 1
                 raise ScriptError(
-                    f"={value}: {why}", place=place, legal=str(off),
-                    way_out=f"plan again with {name}={off}, or run the plan with train_step",
+                    f"={value}: {why}", place=place, legal=str(off) if off != () else "none",
+                    way_out=f"plan again with {name}={without}, or run the plan with train_step",
                 )  # fmt: skip
     for k, stage in enumerate(plan.stages):
         if (stage.dp, stage.tp) != (plan.stages[0].dp, plan.stages[0].tp):

@@ -114,9 +114,9 @@ def _layout(data: Row) -> str:
     each = f"{size} {plural if sizes[-1] > 1 else thing}"
     head = f"{count} pipeline stages of {each}"
     if stages > count:
-        head = (
-            f"{stages} pipeline stages, {-(-stages // count)} on each of {count} groups of {each}"
-        )
+        of_groups = sorted({len(group["stages"]) for group in groups})
+        number = " to ".join(map(str, dict.fromkeys((of_groups[0], of_groups[-1]))))
+        head = f"{stages} pipeline stages, {number} on each of {count} groups of {each}"
     return f"{head}; in each, {inside}" if inside else head
 
 

@@ -77,8 +77,8 @@ def check_plan(
         )
     for stages in pipelines(plan):
         _check_blocks([plan.stages[k] for k in stages], graph)
-    check_ranks(plan)
     check_branches(plan, graph)
+    check_ranks(plan)
     check_context(plan, graph, factors)
     check_slices(plan, graph, factors)
     _check_parameters(plan, graph)

@@ -77,11 +77,23 @@ def depths(plan: Plan, graph: Graph) -> tuple[int, ...]:
 
 
 def check_branches(plan: Plan, graph: Graph) -> None:
-    """Raise `PlanError` unless the branches of a plan, if any, lie apart, as deep as it says."""
+    """Raise `PlanError` unless the branches of a plan, if any, lie apart, as deep as it says, each
+    stage."""
+    count = len(plan.stages)
+    shared = plan.record.branched and 1 < len(plan.devices) < count
+    if not plan.branches and not shared:
+        return
+    deep = depths(plan, graph)
+    if shared and deep and len(plan.branches) != count:
+        raise PlanError(
+            f"={list(plan.branches)}: its {count} stages share {len(plan.devices)} device groups",
+            place="plan: branches",
+            legal=f"{list(deep)}, how deep each stage is",
+            way_out="say it, or give each stage ranks of its own",
+        )
     if not plan.branches:
         return
-    found = depths(plan, graph)
-    if found == tuple(range(len(plan.stages), 0, -1)):
+    if deep == tuple(range(len(plan.stages), 0, -1)):
         raise PlanError(
             f"={list(plan.branches)}: each stage waits for the one before it",
             place="plan: branches",
@@ -89,8 +101,8 @@ def check_branches(plan: Plan, graph: Graph) -> None:
             way_out="drop branches, or put stages that don't depend on each other on ranks of "
             "their own",
         )
-    if plan.branches != found:
-        legal = str(list(found)) if found else "ranks that no way through the model comes back to"
+    if plan.branches != deep:
+        legal = str(list(deep)) if deep else "ranks that no way through the model comes back to"
         raise PlanError.refused("plan: branches", list(plan.branches), legal=legal)
 
 

@@ -205,9 +205,10 @@ class Plan:
     that a device group begins the next one as soon as it is done with its own part; with
     `optimizer_in_backward` they step each parameter as its gradient is whole, and let that go. The
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
-    of so many tokens each; whole where there are none. Gradients come `staleness` steps late, at
-    most. The first `servers` ranks keep and step the weights for all others, the workers
-    (docs/reference/servers.md). With an `outer_loop` the stages are those of the first of its
+    of so many tokens each; whole where there are none. `branches`, where some of the model's lie
+    apart, are the device groups from each stage to the end (`planner/plan/flow.py`). Gradients come
+    `staleness` steps late, at most. The first `servers` ranks keep and step the weights for all
+    others (docs/reference/servers.md). With an `outer_loop` the stages are those of the first of its
     replicas, which all have as many ranks and rows. `made` are the model's name, the date and the
     versions that a plan file carries; they decide nothing.
     """
@@ -458,7 +459,7 @@ def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any
     for name in names & data.keys():
         decision, value = DECISIONS[name], data[name]
         if decision.sizes and not isinstance(value, list):
-            raise PlanError.refused(f"{place}: {name}", value, legal="a list of sizes")
+            raise PlanError.refused(f"{place}: {name}", value, legal=f"a list of {decision.sizes}")
         if not decision.accepts(value):
             raise PlanError.refused(f"{place}: {name}", value, legal=decision.values)
         values[name] = {part: float(n) for part, n in value.items()} if decision.parts else value

@@ -19,7 +19,7 @@ from meshwright.planner.pricing.ledger import (
     priced_terms,
     terms_of,
 )
-from meshwright.planner.pricing.outer_loop import cluster_of_replica, replica_counts
+from meshwright.planner.pricing.outer_loop import cluster_of_replica, replica_counts, state_bytes
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.served import served_shortage
 from meshwright.planner.pricing.slice_work import attention_part, even_work

@@ -115,7 +115,11 @@ LANDMARKS: Mapping[str, Landmark] = {
     ),
     # the same where it was trained: each tower's gradients are summed over half of the devices
     "dpr on 8 V100": Landmark(model=dpr, node="p3.16xlarge", batch=128, precision="fp16"),
-    # unequal towers on fast links share all devices
+    # unequal towers, whose work three devices and one share
+    "clip-l/14 on 4 RTX 4090, 10 GB/s": Landmark(
+        model=clip, node="pcie-8-rtx-4090", nodes=4, devices=1, batch=96
+    ),
+    # and on fast links, of rows that seven devices can't share, all devices take both
     "clip-l/14 on 8 H100": Landmark(model=clip, node="dgx-h100", batch=512),
     # a device a node, no more rows than twice the groups: never flushed (Narayanan et al. 2020)
     "llama-8b on 8 nodes of one H100, stale": Landmark(

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def t5(*, vocab: int, inner: int = 64) -> nn.Module:
+def t5(*, vocab: int, inner: int = 64, layers: int = 2) -> nn.Module:
     config = transformers.T5Config(
         vocab_size=vocab,
         d_model=32,
         d_kv=8,
         d_ff=inner,
-        num_layers=2,
-        num_decoder_layers=2,
+        num_layers=layers,
+        num_decoder_layers=layers,
         num_heads=4,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=16,

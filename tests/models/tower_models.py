@@ -8,7 +8,9 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.models import Case, sgd
+from tests.models.architectures import VOCAB as IDS
+from tests.models.branching_models import t5
+from tests.models.models import Case, adamw, pair_batch, sgd
 
 WIDTH, PIXELS, TOKENS, VOCAB, CLASSES = 16, 6, 5, 24, 7
 
@@ -48,6 +50,22 @@ class Towers(nn.Module):
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return self.head(torch.cat(self.towers(pixels, ids), -1))
+
+
+class Dropped(Layer):
+    """A layer with dropout of its results."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class Dropping(Towers):
+    """The same towers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.ModuleList(Dropped() for _ in self.image)
+        self.text = nn.ModuleList(Dropped() for _ in self.text)
 
 
 class Pairs(Towers):
@@ -107,6 +125,10 @@ TOWERS = {
         build=Towers, batch=towers_batch, optimizer=sgd, loss_fn=F.cross_entropy,
         shardings=_SHARDINGS,
     ),
+    "dropping": Case(
+        build=Dropping, batch=towers_batch, optimizer=adamw, loss_fn=F.cross_entropy,
+        shardings=_SHARDINGS,
+    ),
     "pairs": Case(
         build=Pairs, batch=pairs_batch, optimizer=sgd, loss_fn=F.cross_entropy,
         shardings=_SHARDINGS,
@@ -114,5 +136,8 @@ TOWERS = {
     "clip": Case(
         build=clip, batch=clip_batch, optimizer=sgd,
         shardings={"*_model.encoder.layers.*.mlp.fc1": "colwise"},
+    ),
+    "shallow": Case(  # an encoder beside what of a decoder doesn't read it
+        build=lambda: t5(vocab=IDS, layers=1), batch=pair_batch, optimizer=adamw,
     ),
 }  # fmt: skip

@@ -58,7 +58,12 @@ def run(args: argparse.Namespace) -> Answer | None:
             loss = timed.loss if timed else result.train_step(batch, optimizer=optimizer)
             losses.append(loss.item())
             if launch.rank() == 0:
-                say(f"step {step + 1}/{args.steps}: loss {losses[-1]:.4f}")
+                of = max(step - result.plan.staleness, -1) + 1
+                came = f"loss {losses[-1]:.4f}" + f" of step {of}" * (of <= step)
+                say(f"step {step + 1}/{args.steps}: {came if of else 'no loss yet'}")
+        while (late := result.drain(optimizer)) is not None:
+            losses.append(late.item())
+        losses = losses[result.plan.staleness :]
         if launch.rank() != 0:
             return None
         if timed:

@@ -70,7 +70,18 @@ def branched(draw: st.DrawFn) -> Branched:
     return Branched(groups=groups, edges=tuple(sorted({*edges})), m=draw(st.integers(1, 6)))
 
 
-@given(branched(), st.sampled_from(ALONE))
+@st.composite
+def any_graph(draw: st.DrawFn) -> Branched:
+    """Stages on devices of their own, any of which send to any later ones."""
+    count = draw(st.integers(2, 7))
+    pairs = [(a, b) for b in range(count) for a in range(b)]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True))
+    return Branched(
+        groups=tuple(range(count)), edges=tuple(sorted(edges)), m=draw(st.integers(1, 9))
+    )
+
+
+@given(branched() | any_graph(), st.sampled_from(ALONE))
 def test_no_more_is_in_flight_than_is_said(of: Branched, name: str) -> None:
     pipeline = of.pipeline(name)
     streams = build_schedule(pipeline, of.edges)

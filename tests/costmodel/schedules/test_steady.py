@@ -19,6 +19,7 @@ from meshwright.costmodel.schedules import (
     simulate_step,
 )
 from meshwright.costmodel.schedules.schedule import unrolled
+from meshwright.costmodel.stages import HELD, held_weights
 
 LATE = ("pipedream_2bw", "pipedream")
 SHAPES = ((2, 1), (2, 4), (3, 2), (3, 4), (4, 3), (4, 8), (5, 4))  # devices, micro-batches
@@ -137,6 +138,17 @@ def test_orders_leave_to_the_next_steps_what_they_say(of: Pipeline) -> None:
         assert [i.microbatch for i in ends] == [m * (n + 1) - 1 for n in range(calls)]
         assert of.late(k) == (1 if of.schedule == LATE[0] else -(-(p - 1 - k) // m))
         assert max(x.active[0] for x in moments(of)[k]) == p - k
+
+
+@pytest.mark.parametrize("of", [Pipeline("1f1b", 3, 4, 3), *cases()], ids=str)
+def test_what_is_left_is_in_flight_in_the_optimizers_step(of: Pipeline) -> None:
+    activations = held_weights(of)[:, -1, 0, HELD.index("activation_bytes")]
+    last = of.num_stages - 1 if not of.record.flushes else 0
+    assert activations.tolist() == [max(0, last - k) for k in range(of.num_stages)]
+    waiting = [of.waiting_gradients(k) for k in range(of.num_stages)]
+    behind = [divmod(of.left(k), of.num_microbatches)[0] for k in range(of.num_stages)]
+    assert waiting == [of.late(k) - calls for k, calls in enumerate(behind)]
+    assert min(waiting) >= 0
 
 
 def test_what_would_come_too_late_is_refused() -> None:

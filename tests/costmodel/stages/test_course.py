@@ -204,7 +204,8 @@ def test_weights_of_moments_give_the_peaks(shape: Shape, seed: int) -> None:
     names = [each.name for each in fields(StageCosts)]
     drawn = {name: rng.integers(0, 100, shape.num_stages).astype(float) for name in names}
     drawn["communicator_bytes"][:] = 7.0
-    for name in ("last_bytes", "end_bytes"):  # which are known of blocks alone
+    late = ("version_bytes", "copied_bytes", "waiting_bytes")  # which go by a stage's place
+    for name in ("last_bytes", "end_bytes", *late):  # which are known of blocks alone
         drawn[name][:] = 0.0
     of_stages = [
         StageCosts(**{name: float(drawn[name][k]) for name in names})

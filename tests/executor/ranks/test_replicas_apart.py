@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.ranks import launch as process_group
+from meshwright.executor.ranks.watchdog import Progress
 from tests.helpers.launching import launch
 from tests.helpers.tiers import second_tier
 
@@ -16,12 +17,26 @@ WORKER = Path(__file__).with_name("replica_worker.py")
 
 
 @second_tier("longer than a timeout")
-def test_a_slow_replica_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps of six seconds, where one may take two and the watchdog's grace: 18 in all."""
+@pytest.mark.parametrize("fault", ["slow", "evaluates"])
+def test_a_slow_replica_is_waited_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, or batches of an evaluation, of five seconds: all take longer than one may, and the
+    watchdog's grace."""
     monkeypatch.setenv(process_group.TIMEOUT_VARIABLE, "4")
-    ended = launch(WORKER, "slow", "5", ranks=2, timeout_s=120)
+    ended = launch(WORKER, fault, "5", ranks=2, timeout_s=120)
     assert ended.ok, [rank.stderr for rank in ended.ranks]
     assert all("met at [4]" in rank.stdout for rank in ended.ranks)
+
+
+def test_waiting_is_no_phase_of_its_own() -> None:
+    """A wait that begins anew has its time again, and others don't take it for progress."""
+    progress = Progress()
+    with progress.during("waiting", waits=True):
+        begun, since_s = progress.phases_begun, progress.activity.since_s
+        progress.wait_anew()
+        assert (progress.phases_begun, str(progress.activity)) == (begun, "waiting, step 1")
+        assert progress.activity.since_s > since_s
+    progress.enter("evaluating")
+    assert progress.phases_begun == begun + 1
 
 
 def test_a_lost_replica_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def planned(world: int, **options: Any) -> Any:
     """The tiny model under a plan with replicas, on ranks that run."""
     tied = options.pop("tied", False)
     model = options.pop("model", None) or tiny.net(tied=tied)
-    return tiny.planned(model, world, global_batch_size=ROWS, profile=False, **options)
+    return tiny.planned(model, world, **{"global_batch_size": ROWS, "profile": False, **options})
 
 
 def copies(x: Mapping[str, torch.Tensor]) -> Weights:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import Overrides, ParallelModel, fit
+from meshwright import Ema, Overrides, ParallelModel, fit
 from meshwright.executor.errors import NotThereError, StateError
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import OverrideError
@@ -162,6 +162,7 @@ def averages_and_begins_alike() -> None:
     for step in range(EVERY):
         result.train_step(tiny.batch(ROWS, step), optimizer=optimizer)
         alone.step(tiny.batch(ROWS, step))
+    result.meet()
     nearly(result.full_state_dict(), alone.outer)
     nearly(held(result), alone.weights(0))
 
@@ -178,7 +179,16 @@ def test_local_sgd_and_equal_beginnings() -> None:
 
 
 def refuses_on_ranks() -> None:
+    with torch.device("meta"):
+        nowhere = planned(2, overrides=Overrides(**TWO), model=tiny.Net())
+    for read in (nowhere.state_dict, nowhere.full_state_dict):
+        with pytest.raises(StateError, match=r"no weights in common.*init_weights"):
+            read()
+    nowhere.init_weights(3)
+    assert nowhere.state_dict().keys() >= {*all_names()}
     result = result_of(2, **TWO)
+    with pytest.raises(StateError, match="Ema: replicas that train apart have weights"):
+        Ema(result)
     with pytest.raises(StateError, match="no weights pass to a new plan in memory"):
         result.train_step(tiny.batch(ROWS, 0))
         result.replan(Overrides())
@@ -186,6 +196,8 @@ def refuses_on_ranks() -> None:
         result.timeline("x.json")
     with pytest.raises(StateError, match="steps of replicas that train apart"):
         result.recalibrate()
+    with pytest.raises(StateError, match="are rehearsed one by one"):
+        result.rehearse()
     if result.meetings.world.number:  # one has made a step more than the other
         result.train_step(tiny.batch(ROWS, 1))
     with pytest.raises(StateError, match=r"replica 0: step 1.*replica 1: step 2"):

@@ -3,15 +3,18 @@ other meshes each, the trunk beside one of them or alone."""
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from meshwright.costmodel.operators import Problem
+from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import rehearse
 from meshwright.executor.rehearsal.events import link_bytes
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.planner.branches import branches_of
 from meshwright.planner.plan import Plan
@@ -74,6 +77,7 @@ CELLS = [
     Apart(case="clip", meshes=((1, 1), (1, 1), (1, 2)), microbatches=1, recompute="full"),
     Apart(case="towers", meshes=((2, 1), (1, 1)), host=0, schedule="eager_1f1b", zero=3),
     Apart(case="towers", meshes=((1, 2), (1, 1)), host=1, schedule="zb_h2", zero=0),
+    Apart(case="shallow", meshes=((1, 1), (1, 1)), host=1, microbatches=2),
 ]
 
 
@@ -117,6 +121,71 @@ def test_rehearsed_ranks_do_send_and_hold_what_is_priced(cell: Apart) -> None:
     peaks = zip(priced.prediction.peak_memory_bytes, beside, found.peak_bytes, strict=True)
     for peak, less, rehearsed in peaks:
         assert peak - less == pytest.approx(rehearsed, rel=0.02)
+
+
+# --- draws, and a run that goes on in a chain -----------------------------------------------------
+
+SEED, BEFORE, AFTER = 5, 2, 1
+
+
+def started(plan: Plan, of: Traced) -> tuple[Runtime, torch.optim.Optimizer]:
+    case = TOWERS["dropping"]
+    torch.manual_seed(SEED)  # of which the runtime draws its own
+    runtime = parallelize(case.model(), plan, of)
+    return runtime, case.optimize(runtime)
+
+
+def losses_of(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, first: int, count: int
+) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        losses.append(float(runtime.train_step(TOWERS["dropping"].batch(ROWS, step)).detach()))
+        optimizer.step()
+    return losses
+
+
+def trained(plan: Plan, of: Traced) -> list[float]:
+    return losses_of(*started(plan, of), 0, BEFORE + AFTER)
+
+
+def saved(plan: Plan, of: Traced, path: Path) -> list[float]:
+    runtime, optimizer = started(plan, of)
+    losses = losses_of(runtime, optimizer, 0, BEFORE)
+    checkpoint.save(runtime, path, optimizer)
+    return losses
+
+
+def resumed(plan: Plan, of: Traced, path: Path) -> list[float]:
+    runtime, optimizer = started(plan, of)
+    losses_of(runtime, optimizer, BEFORE, 1)  # which the checkpoint undoes
+    checkpoint.load(runtime, path, optimizer)
+    return losses_of(runtime, optimizer, BEFORE, AFTER)
+
+
+def chain(of: Traced, stages: int) -> Plan:
+    knobs = Knobs(meshes=((1, 1),) * stages, rows=ROWS, num_microbatches=4)
+    return build_plan(of.graph, knobs)
+
+
+DROPPING = [
+    Apart(case="dropping", meshes=((1, 1), (1, 1)), host=0),
+    Apart(case="dropping", meshes=((2, 1), (1, 1)), host=1, recompute="full"),
+]
+
+
+@pytest.mark.parametrize(
+    "cell", tiered(DROPPING, lambda cell: cell is DROPPING[0], "two device groups stay")
+)
+def test_dropout_of_towers_is_that_of_one_device_and_goes_on_in_a_chain(
+    cell: Apart, tmp_path: Path
+) -> None:
+    of = traced(TOWERS[cell.case], ROWS // cell.microbatches)
+    plan, alone = cell.plan(of), trained(chain(of, 1), of)
+    losses = on_ranks(plan.num_ranks, saved, plan, of, tmp_path / "saved")
+    losses += on_ranks(2, resumed, chain(of, 2), of, tmp_path / "saved")
+    assert losses == pytest.approx(alone, rel=1e-5)
 
 
 def evaluated(cell: Apart, plan: Plan, of: Traced) -> None:

@@ -102,6 +102,12 @@ def test_chains_and_encoders_with_decoders_have_no_branches_and_the_blocks_of_be
     assert branches_of(t5.graph, t5.table) == ()
     names = [block.name for block in t5.graph.blocks]
     assert "decoder.embed_tokens" not in names and "decoder.block.0" in names
+    shallow = traced(TOWERS["shallow"], 4)
+    encoder, decoder = branches_of(shallow.graph, shallow.table)
+    names = [block.name for block in shallow.graph.blocks]
+    assert names[encoder.start] == "embed" and decoder.stop == names.index(
+        "decoder.block.0.layer.1"
+    )
     graph = trace(net(), batch(4), loss_fn=loss, batch_size=4)
     table = analyse(graph)
     assert branches_of(cut_blocks(graph, table), table) == ()

@@ -12,16 +12,19 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.branches import branches_of
+from meshwright.planner.branches import Shape, branches_of, shapes_of
 from meshwright.planner.drafts.candidates import place_stages
+from meshwright.planner.frameworks.torch_script import ScriptError, torch_script
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import Plan, PlanError, StagePlan, check_plan, fingerprint
-from meshwright.planner.plan.flow import depths
+from meshwright.planner.plan.flow import crossings, depths
 from meshwright.planner.pricing import Evaluator
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers import tiny
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cut, odd_cluster, problem_of
+from tests.models.models import CASES, traced
 from tests.models.tower_models import CLASSES, PIXELS, TOKENS, VOCAB, Pairs, Towers
 
 ROWS = 6
@@ -153,6 +156,16 @@ def test_depths_are_checked_against_the_edges() -> None:
         check_plan(replace(plan, branches=(9, 9, 9)), graph, factors)
 
 
+def test_depths_are_those_of_the_longest_way() -> None:
+    """An encoder whose output all stages of the decoder read."""
+    graph = traced(CASES["t5"], 4).graph
+    names = [block.name for block in graph.blocks]
+    cut = [names.index(f"decoder.block.{k}") for k in (0, 1)]
+    plan = build_plan(graph, Knobs(meshes=((1, 1),) * 3, rows=8, num_microbatches=2, cut=cut))
+    assert {(0, 1), (0, 2), (1, 2)} <= crossings(plan, graph).keys()
+    assert depths(plan, graph) == (3, 2, 1)
+
+
 def test_stages_that_follow_each_other_are_not_apart() -> None:
     problem = problem_of(towers(), slow(2, 1e5), "fp32")
     chain = Search(problem, 4, Overrides(branches=1, pp=2, tp=1)).run().best.plan
@@ -186,3 +199,77 @@ def test_pinned_overrides_give_the_plan_again() -> None:
     again = Search(problem, 4, asked).run().best
     assert again.plan.branches == best.plan.branches
     assert again.step_time_s == pytest.approx(best.step_time_s)
+
+
+# --- depths as asked for --------------------------------------------------------------------------
+
+# stages of each branch, of the trunk, its host, and their depths, by hand
+SHAPES = (
+    ((1, 1), 1, None, (2, 2, 1)),
+    ((1, 1), 1, 0, (1, 2, 1)),
+    ((1, 1), 1, 1, (2, 1, 1)),
+    ((2, 1), 1, 0, (2, 1, 2, 1)),
+    ((1, 2), 1, None, (2, 3, 2, 1)),
+    ((1, 1), 2, None, (3, 3, 2, 1)),
+)
+
+
+@pytest.mark.parametrize(("branches", "trunk", "host", "deep"), SHAPES)
+def test_a_shape_is_told_from_its_depths(
+    branches: tuple[int, ...], trunk: int, host: int | None, deep: tuple[int, ...]
+) -> None:
+    shape = Shape(branches, trunk, host)
+    assert shape.depths == deep
+    assert shapes_of(deep, len(branches)) == [shape]
+
+
+@pytest.mark.parametrize("deep", [deep for *_, trunk, _, deep in SHAPES if trunk == 1])
+def test_depths_without_pp_give_a_plan_of_that_shape(deep: tuple[int, ...]) -> None:
+    """Among many devices, where ten better shares are of other shapes."""
+    problem = problem_of(towers(layers=(2, 2)), slow(8, 1e5), "fp32")
+    asked = replace(ASKED, branches=deep)
+    assert Search(problem, 8, asked).run().best.plan.branches == deep
+
+
+@pytest.mark.parametrize("deep", [(5, 3, 1), (1, 1), (2, 2, 2)])
+def test_depths_of_no_chains_are_refused(deep: tuple[int, ...]) -> None:
+    problem = problem_of(towers(), slow(4, 1e5), "fp32")
+    said = r"the model has 2 and a trunk, each stage of one a device group nearer to the end"
+    with pytest.raises(OverrideError, match=rf"branches=.*: {said}; legal: 1, 2;"):
+        Search(problem, 4, Overrides(branches=deep)).run()
+
+
+# --- plans that others write, and read ------------------------------------------------------------
+
+
+class Frozen(Towers):
+    """An image's tower that is trained no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.patches, self.image):
+            part.requires_grad_(False)
+
+
+def test_a_branch_that_is_not_trained_is_named() -> None:
+    problem = problem_of(towers(Frozen), slow(2, 1e5), "fp32")
+    said = r"branches=2: embed.*image.* hold no trained parameter.*; legal: 1;"
+    with pytest.raises(OverrideError, match=said):
+        Search(problem, 4, Overrides(branches=2)).run()
+    assert not Search(problem, 4, Overrides(tp=1)).run().best.plan.branches
+
+
+@pytest.mark.parametrize("said", [(), (2, 1), (2, 1, 1, 1)])
+def test_stages_that_share_devices_say_how_deep_each_is(said: tuple[int, ...]) -> None:
+    problem = problem_of(towers(), slow(2, 1e5), "fp32")
+    plan = Search(problem, 4, replace(ASKED, pp=2)).run().best.plan
+    words = r"branches=.*: its 3 stages share 2 device groups; legal: \[[12], [12], 1\]"
+    with pytest.raises(PlanError, match=words):
+        check_plan(replace(plan, branches=said), problem.graph, problem.factors)
+
+
+def test_no_script_of_torch_has_branches_apart() -> None:
+    problem = problem_of(towers(), slow(2, 1e5), "fp32")
+    plan = Search(problem, 4, replace(ASKED, pp=2)).run().best.plan
+    with pytest.raises(ScriptError, match=r"plan: branches=\[.*\]: stages of torch follow each"):
+        torch_script(plan, problem.graph, module="models:towers")

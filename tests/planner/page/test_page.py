@@ -491,6 +491,14 @@ def test_layouts_are_said_in_words(groups: list[dict[str, Any]], says: str) -> N
     assert says in front.sentence(planned_by(groups))
 
 
+def test_a_stage_beside_another_one_is_said() -> None:
+    data = planned_by([group("0"), group("1")])
+    data["device_groups"][1]["stages"] = [1, 2]
+    data["stages"].append(data["stages"][1] | {"blocks": ["head"]})
+    said = ": 3 pipeline stages, 1 to 2 on each of 2 groups of 1 GPU; "
+    assert said in front.sentence(data)
+
+
 def test_unknown_names_and_other_devices_are_said() -> None:
     cluster = {"device": "local-cpu", "num_nodes": 1, "devices_per_node": 2}
     data = planned_by([group("0-1", dp=2)], made={}, cluster=cluster)

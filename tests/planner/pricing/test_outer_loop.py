@@ -12,6 +12,7 @@ import pytest
 from meshwright import Overrides
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.stages import OuterExchange
+from meshwright.planner.plan import InfeasibleError
 from meshwright.planner.plan.plan import OuterLoop, Plan, PlanError
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.cluster import Cluster, Link
@@ -165,3 +166,48 @@ def test_a_malformed_loop_is_named(value: Any, said: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_json(json.dumps(data))
     assert said in str(caught.value)
+
+
+def test_outer_states_have_room_in_a_device() -> None:
+    """The search leaves room for them: every plan that it gives fits its margin, and where no plan
+    does beside them, it says so."""
+    asked: dict[str, Any] = {"profile": False, "overrides": Overrides(replicas=2)}
+    roomy = tiny.planned(tiny.net(), 2, **asked, memory_margin=0.0)
+    peak = max(roomy.prediction.peak_memory_bytes) - tiny.host(2).device.reserved_bytes
+    given = 0
+    for less in (-1000, 100, 20_000):
+        cluster = tiny.small_host(2, peak - less)
+        try:
+            result = tiny.planned(tiny.net(), 2, cluster=cluster, **asked, memory_margin=0.0)
+        except InfeasibleError as error:
+            assert "of outer weights and momentum" in " ".join(error.__notes__), less
+            continue
+        given += 1
+        assert not any(result.prediction.shortfall_bytes(cluster)), less
+        again = tiny.planned(
+            tiny.net(), 2, cluster=cluster, plan=result.plan, allow=["replicas"], profile=False
+        )
+        assert again.plan == result.plan
+    assert given == 2
+
+
+def test_outer_states_have_room_in_a_node() -> None:
+    """Beside GPUs they are in the node's host memory, whatever else is there."""
+    host = ONE.host
+    assert host is not None
+    asked: dict[str, Any] = {
+        "precision": "bf16", "global_batch_size": 64, "profile": False,
+        "overrides": Overrides(replicas=2, forbid=("pp", "tp", "cp")),
+    }  # fmt: skip
+    roomy = tiny.planned(tiny.net(), cluster=ONE, **asked)
+    needed = max(roomy.prediction.host_memory_bytes)
+    assert needed > 0
+    for room, fits in ((2 * needed, True), (needed // 2, False)):
+        cluster = replace(ONE, host=replace(host, memory_bytes=room))
+        if fits:
+            assert not tiny.planned(tiny.net(), cluster=cluster, **asked).prediction.host_shortfall(
+                cluster
+            )
+            continue
+        with pytest.raises(InfeasibleError, match=r"outer weights and momentum.*do not fit"):
+            tiny.planned(tiny.net(), cluster=cluster, **asked)
