@@ -208,7 +208,7 @@ class Plan:
     of so many tokens each; whole where there are none. `branches`, where some of the model's lie
     apart, are the device groups from each stage to the end (`planner/plan/flow.py`). Gradients come
     `staleness` steps late, at most. The first `servers` ranks keep and step the weights for all
-    others (docs/reference/servers.md). With an `outer_loop` the stages are those of the first of its
+    others. With an `outer_loop` the stages are those of the first of its
     replicas, which all have as many ranks and rows. `made` are the model's name, the date and the
     versions that a plan file carries; they decide nothing.
     """

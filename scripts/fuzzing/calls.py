@@ -48,7 +48,6 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "sync_every": (1, 3, 100),
     "outer_bits": (32, 8, 4),
     "fragments": (1, 2, 7),
-    "staleness": (0, 1, 2, -1),
     "recompute": ("none", "full", "selective"),
     "stages": ([["embed", "layers.0-1"], ["layers.2", "head"]], [["embed-head"]]),
     "shardings": ({"layers.*.up": "colwise"}, {"head": "S(0)@tp"}, {"**": "replicate"}),

@@ -34,7 +34,7 @@ def test_what_is_asked_for_is_planned_and_priced_as_the_plan_by_itself() -> None
     again = Evaluator(result._problem).price(Plan.from_json(plan.to_json())).prediction
     assert again.step_time_s == result.prediction.step_time_s
     text = str(result.report)
-    assert "dp2, up to 2 steps late, 1 parameter server" in text
+    assert "dp2, gradients 2 steps late, 1 parameter server" in text
     assert "1 of 3 ranks are parameter servers" in text
     assert "A ring of all ranks would take" in text
     assert "the training's numbers change with staleness=2" in text
@@ -82,9 +82,6 @@ WRONG: tuple[tuple[dict[str, Any], type[ValueError], str], ...] = (
      "2 workers don't share 9 rows out; legal: 0, 2; "),
     ({"overrides": Overrides(servers=1, dp=1)}, OverrideError,
      "override servers=1 with dp=1: the other 2 ranks are workers; legal: dp=2; "),
-    ({"overrides": Overrides(servers=1, staleness=1)}, OverrideError, 'give allow=["stale"]'),
-    ({"overrides": Overrides(staleness=1), "allow": ["stale"]}, OverrideError,
-     "override staleness=1: without parameter servers no gradient is late"),
     ({"overrides": Overrides(servers=1), "optimizer": "muon"}, OverrideError,
      "override servers=1: muon steps matrices whole"),
     ({"overrides": Overrides(servers=1), "precision": "fp16"}, OverrideError,
