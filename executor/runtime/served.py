@@ -617,6 +617,7 @@ class ServedRuntime(Runtime):
         launch.before_leaving.append(self.part)
         atexit.register(self.part)  # a script may just end
         ranks.progress.stages = {r: [0] for r in range(of_all.servers, of_all.num_ranks)}
+        ranks.progress.replica_size = of_all.num_ranks
         if of_all.staleness:
             ranks.progress.dispensable = frozenset(range(of_all.servers, of_all.num_ranks))
 
