@@ -286,7 +286,8 @@ class Watchdog:
         """Announce a rank that ended without a word, unless who waits for it does so first."""
         if rank in progress.dispensable:
             with suppress(RuntimeError):
-                self._go_on_without(rank, "killed, or left by os._exit")
+                if not self.store.check(["failures"]):  # then all end
+                    self._go_on_without(rank, "killed, or left by os._exit")
             return
         if self.closing.wait(GRACE_S) or self.failing.is_set():
             return

@@ -423,8 +423,9 @@ class ServerEnd:
 
     @property
     def _bound(self) -> timedelta:
-        """Time that a message with a worker may take: less than the watchdog gives."""
-        return timedelta(seconds=ranks.progress.allowed_s(launch.timeout_s()))
+        """Time that a message with a worker may take: less than the watchdog gives workers that
+        wait, whose first step is done, if not the server's."""
+        return timedelta(seconds=launch.timeout_s())
 
     def _gave_up(self) -> bool:
         """Give workers up that have been silent for the timeout while others waited for them;

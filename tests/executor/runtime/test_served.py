@@ -3,6 +3,7 @@ synchronous ones as a ring does; with staleness they go on without a worker that
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -519,7 +520,8 @@ def test_a_frozen_worker_is_given_up_after_the_timeout(
     run, found = failing("freeze", 1, tmp_path, timeout_s=40)
     assert [rank.returncode for k, rank in enumerate(run.ranks) if k != 2] == [0, 0, 0], run.tail()
     assert run.ranks[2].killed
-    assert "rank 2, a worker, has ended (silent for" in run.ranks[0].stderr
+    said = run.ranks[0].stderr  # it freezes between messages, or within one
+    assert re.search(r"rank 2, a worker, has ended \((silent for|.*Timed out waiting)", said)
     record = [Push(*push) for push in found[0]["record"]]
     assert [sum(push.worker == w for push in record) for w in range(3)][::2] == [6, 6]
 
