@@ -388,7 +388,8 @@ class ServerEnd:
         if isinstance(header, Exception):
             self._lose(worker, str(header))
         elif header[0] == BYE:
-            self._lose(worker, f"it left after {self.clocks[worker]} steps")
+            steps = self.clocks[worker]
+            self._lose(worker, f"it left after {steps} steps", in_time=steps >= self.rounds)
         elif header[0] == PUSH:
             return header[1] if self._pushed(worker, header) else None
         elif header[0] == COUNT:
@@ -514,8 +515,8 @@ class ServerEnd:
             return False
         return True
 
-    def _lose(self, worker: int, why: str) -> None:
-        """Go on without a worker. Raises `StateError` where all have to wait for it."""
+    def _lose(self, worker: int, why: str, *, in_time: bool = False) -> None:
+        """Go on without a worker, of which nothing is said if it left `in_time`. Raises `StateError` where all have to wait for it."""
         reason = (why.splitlines() or [""])[0]
         if not self.staleness:
             raise StateError(
@@ -525,7 +526,7 @@ class ServerEnd:
                 way_out="its own output says why; plan with staleness from 1 to go on without it",
             )
         if worker in self.alive:
-            if self.clocks[worker] < self.rounds or worker in self.owed:
+            if not in_time:
                 log.warning("rank %d, a worker, has ended (%s): the others go on", worker, reason)
             ranks.progress.lost |= {worker}
             self.alive.discard(worker)
