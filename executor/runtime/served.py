@@ -150,6 +150,13 @@ class Part:
         """A copy of the weights."""
         return torch.cat([p.stored.detach().reshape(-1) for p in self.parameters])
 
+    def gradients(self) -> torch.Tensor:
+        """A copy of the gradients, 0 where there is none."""
+        return torch.cat([
+            torch.zeros_like(p.stored).view(-1) if p.api.grad is None else p.api.grad.reshape(-1)
+            for p in self.parameters
+        ])  # fmt: skip
+
     def write(self, flat: torch.Tensor) -> None:
         """Write the weights."""
         with torch.no_grad():
@@ -173,16 +180,13 @@ class WorkerEnd:
         """Send the gradients of a step, which are let go, and begin to receive the reply."""
         for link, part in zip(self.links, self.parts, strict=True):
             reply = part.empty()
-            works = [link.receive(reply, WEIGHTS)]
             present = [float(p.api.grad is not None) for p in part.parameters]
-            works.append(link.tell([PUSH, loss, finite, rows, *present]))
-            if finite:
-                gradients = torch.cat([
-                    torch.zeros_like(p.stored).view(-1) if p.api.grad is None
-                    else p.api.grad.reshape(-1) for p in part.parameters
-                ])  # fmt: skip
-                self.sending.append(gradients)
-                works.append(link.send(gradients, GRADIENTS))
+            with self._needed(link):
+                works = [link.receive(reply, WEIGHTS)]
+                works.append(link.tell([PUSH, loss, finite, rows, *present]))
+                if finite:
+                    self.sending.append(gradients := part.gradients())
+                    works.append(link.send(gradients, GRADIENTS))
             for p in part.parameters:
                 p.api.grad = None
             self.arriving.append((works, reply))
@@ -516,7 +520,8 @@ class ServerEnd:
         return True
 
     def _lose(self, worker: int, why: str, *, in_time: bool = False) -> None:
-        """Go on without a worker, of which nothing is said if it left `in_time`. Raises `StateError` where all have to wait for it."""
+        """Go on without a worker, of which nothing is said if it left `in_time`. Raises `StateError`
+        where all have to wait for it."""
         reason = (why.splitlines() or [""])[0]
         if not self.staleness:
             raise StateError(
