@@ -154,6 +154,10 @@ class Schedule:
         """Steps by which gradients come late, on the stage where they do most."""
         return 0 if self.late is None else self.late(0, p, m)
 
+    def is_evenly_late(self, m: int, p: int) -> bool:
+        """Whether gradients come late, by as many steps on every stage."""
+        return self.late is not None and len({self.late(k, p, m) for k in range(p)}) == 1
+
     def offered(self, virtual_stages: int | None) -> tuple[int, ...]:
         """Stages per device to try; `virtual_stages` as the user asked, None: left free."""
         if self.stages_per_device is None:

@@ -76,7 +76,8 @@ class LateSteps:
         self.pipeline = pipeline = runtime.plan.pipeline
         (self.stage,) = runtime.stages
         self.late = pipeline.late(self.stage)
-        self.alike = all(pipeline.late(k) == pipeline.staleness for k in range(pipeline.num_stages))
+        counts = pipeline.num_microbatches, pipeline.num_stages
+        self.alike = pipeline.record.is_evenly_late(*counts)
         program = runtime.stages[self.stage].program
         modules = (program, *program.blocks)
         count = pipeline.versions(self.stage)

@@ -613,13 +613,15 @@ class Space:
             if schedule.flushes == ((stepping or over.steppings[0]) != "stale")
             if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
-        if "pipedream_2bw" in legal:  # as late, and what is not finite is dropped
-            late = legal["pipedream_2bw"].staleness(m, groups)
-            legal = {
-                name: schedule
-                for name, schedule in legal.items()
-                if name != "pipedream" or schedule.staleness(m, groups) != late
-            }
+        # of schedules as late, those that are on all groups, and drop what is not finite
+        evenly = {s.staleness(m, groups) for s in legal.values() if s.is_evenly_late(m, groups)}
+        legal = {
+            name: schedule
+            for name, schedule in legal.items()
+            if schedule.flushes
+            or schedule.is_evenly_late(m, groups)
+            or schedule.staleness(m, groups) not in evenly
+        }
         if groups == 1:
             if slices > 1 and not self.slices_asked:
                 return []

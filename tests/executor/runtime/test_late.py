@@ -6,8 +6,10 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from meshwright.cli import main
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages import StageCosts, device_peaks, used_bytes
 from meshwright.executor.errors import BatchError, StateError
+from meshwright.executor.ranks import launch
 from meshwright.planner.drafts.fills import held_at_peak
 from meshwright.planner.plan.plan import Plan
 from tests.helpers import tiny
@@ -521,9 +524,9 @@ def test_the_best_weights_are_those_that_were_evaluated(tmp_path: Any) -> None:
 
 
 def commanded(plan: str) -> str:
-    """What `meshwright run --json` writes on two ranks."""
-    written = io.StringIO()
-    with contextlib.redirect_stdout(written):
+    """What `meshwright run --json` writes on two ranks, which stay for other cases."""
+    written, stays = io.StringIO(), mock.patch.object(launch, "distributed", nullcontext)
+    with contextlib.redirect_stdout(written), stays:
         assert main([
             "run", f"{__name__}:target", "--cluster", "local:2", "--batch", "8",
             "--plan", plan, "--allow", "stale", "--precision", "fp32", "--steps", "3", "--json",
