@@ -520,8 +520,8 @@ class ServerEnd:
         return True
 
     def _lose(self, worker: int, why: str, *, in_time: bool = False) -> None:
-        """Go on without a worker, of which nothing is said if it left `in_time`. Raises `StateError`
-        where all have to wait for it."""
+        """Go on without a worker, of which nothing is said if it left `in_time`. Raises
+        `StateError` where all have to wait for it."""
         reason = (why.splitlines() or [""])[0]
         if not self.staleness:
             raise StateError(
