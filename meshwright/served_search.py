@@ -134,9 +134,9 @@ def _priced(problem: Problem, request: Request) -> Iterator[Evaluation]:
     """Priced plans with servers. Raises `InfeasibleError` where no worker fits by itself."""
     asked, cluster = request.overrides, problem.cluster
     word = DECISIONS["staleness"].word
-    given = asked.everywhere("staleness")
-    late = [given] if given is not None else [0, STALE]
-    if given is None and (word not in problem.allow or asked.servers):
+    staleness = asked.everywhere("staleness")
+    late = [staleness] if staleness is not None else [0, STALE]
+    if staleness is None and (word not in problem.allow or asked.servers):
         late = [0]
     counts = [asked.servers] if asked.servers else [2**i for i in range(cluster.num_devices)]
     one = replace(cluster, num_nodes=1, devices_per_node=1)

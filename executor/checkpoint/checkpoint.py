@@ -203,11 +203,11 @@ def compared_states(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 def same_states(states: Mapping[str, Any], of_ranks: Sequence[Any]) -> dict[str, _Fixed]:
     """Objects with these states. Raises an error that a rank met, and `SavedError` where the trees
     of ranks differ."""
-    if error := next((found for found in of_ranks if isinstance(found, Exception)), None):
+    if error := next((trees for trees in of_ranks if isinstance(trees, Exception)), None):
         raise error
-    names = [name for name in states if any(found != of_ranks[0] for found in of_ranks)]
-    differ = [n for n in names if any(found.get(n) != of_ranks[0][n] for found in of_ranks)]
-    if differ or len({frozenset(found) for found in of_ranks}) > 1:
+    names = [name for name in states if any(trees != of_ranks[0] for trees in of_ranks)]
+    differ = [n for n in names if any(trees.get(n) != of_ranks[0][n] for trees in of_ranks)]
+    if differ or len({frozenset(trees) for trees in of_ranks}) > 1:
         raise SavedError(
             f"={differ} differs between ranks, and rank 0 writes alone beside parameter servers",
             place="extra",

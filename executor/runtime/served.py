@@ -536,8 +536,8 @@ class ServerEnd:
             ranks.progress.lost |= {worker}
             self.alive.discard(worker)
             self.owed.discard(worker)
-            for kept in (self.told, self.counts):
-                kept.pop(worker, None)
+            self.told.pop(worker, None)
+            self.counts.pop(worker, None)
             for asked in self.asked.values():
                 asked.discard(worker)
             self._answer()
@@ -739,9 +739,9 @@ class ServedRuntime(Runtime):
             self.planned.batches.shape(Given(self._checked(self.own_rows(batch), local), local))
 
     def _prepared(self, batch: Any, local: bool) -> tuple[Step, Given]:
-        own = batch if local else self.own_rows(batch)
-        self.rows = 0 if own is None else batch_rows(own)
-        return super()._prepared(own, False)
+        share = batch if local else self.own_rows(batch)
+        self.rows = 0 if share is None else batch_rows(share)
+        return super()._prepared(share, False)
 
     def own_rows(self, batch: Any) -> Any:
         """This worker's rows of a global batch: those that it would have on a data axis."""
@@ -811,7 +811,7 @@ class ServedRuntime(Runtime):
         return error
 
     def gathered(self, mine: T) -> list[T]:
-        """What each rank has, those that are lost but, on rank 0; nothing on others. Collective,
+        """Objects of all ranks that are not lost, on rank 0; nothing on others. Collective,
         after a drain."""
         end = self.end
         if self.here:

@@ -263,13 +263,13 @@ class State(PlannedModel):
         return runtime.on_first(write) if isinstance(runtime, ServedRuntime) else write()
 
     def _same_extra(self, extra: Any) -> Callable[[], Any]:
-        """What gives the objects to save: beside servers rank 0's, or SavedError where those of
+        """A function of the objects to save: beside servers rank 0's, or SavedError where those of
         others have other states. Collective; what it gives is called on rank 0."""
         runtime = self.runtime
         if not isinstance(runtime, ServedRuntime) or extra is None:
             return lambda: extra
-        states, found = checkpoint.compared_states(extra)
-        every = runtime.gathered(found)
+        states, trees = checkpoint.compared_states(extra)
+        every = runtime.gathered(trees)
         return lambda: checkpoint.same_states(states, every)
 
     @checked_booleans

@@ -109,7 +109,7 @@ def served(plan: Plan, coster: StageCoster, costs: StageCosts[float], problem: P
 
 
 def served_shortage(server: float, fullest: float, lacking: float, cluster: Cluster) -> str:
-    """What the fullest rank needs, a server or (of more bytes) a worker, and what would help."""
+    """Bytes that the fullest rank needs, a server or (of more) a worker, and what would help."""
     who, what, more = (
         ("server", "all weights, and of its part optimizer states and gradients", "more servers")
         if server >= fullest
