@@ -20,6 +20,7 @@ from meshwright.planner.pricing import (
 )
 from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
+from meshwright.served_search import without_servers
 
 REPLICAS = OUTER_LOOP[0]
 Search = Callable[[Problem, Request], Decision]
@@ -113,7 +114,7 @@ def _replicated(problem: Problem, request: Request, search: Search, count: int) 
     while True:
         try:
             room = _less(here, states, request)
-            decision = search(replace(problem, cluster=room, allow=on_time), inner)
+            decision = search(replace(problem, cluster=room, allow=on_time), without_servers(inner))
         except InfeasibleError as error:
             if states:
                 error.add_note(f"beside {sized(states)} a device of outer weights and momentum")

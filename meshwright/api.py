@@ -106,7 +106,7 @@ def auto_parallelize(
     compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
     and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++);
     "compressed", sums of gradients by PowerSGD or their largest elements; "stale", gradients that
-    come some steps late, of a pipeline that is never flushed (PipeDream).
+    come some steps late, of a pipeline that is never flushed (PipeDream) or to parameter servers.
 
     Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
     running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):

@@ -54,6 +54,7 @@ class ParallelModel(Steps, Evaluation, State):
         """
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 
+        self.without_servers("replan")
         model, cluster = self._traced.model, self._problem.cluster
         check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
         if self._runtime is not None:
@@ -126,6 +127,7 @@ class ParallelModel(Steps, Evaluation, State):
         Raises RuntimeError before five steps were observed, and where no ranks run. A cache that
         can't be written is a warning: the factors hold in this process.
         """
+        self.without_servers("recalibrate")
         if self.plan.outer_loop is not None:
             raise StateError(
                 ": steps of replicas that train apart are not those of one plan of all ranks",
@@ -159,6 +161,7 @@ class ParallelModel(Steps, Evaluation, State):
         that read values of tensors, and for operators that mix tensors of the host with those of
         the device.
         """
+        self.without_servers("rehearse")
         if self.plan.outer_loop is not None:
             raise StateError(
                 ": replicas that train apart are rehearsed one by one",

@@ -38,6 +38,7 @@ from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.steps import RunKind
+from meshwright.served_search import best_served, workers_of
 
 FASTER = 0.99  # times the step with a loss as traced: parts are taken for less
 
@@ -84,7 +85,7 @@ def _of_any_replicas(
 ) -> Decision:
     """The best plan, of one replica or of several that train apart."""
 
-    def search(of: Problem, asked: Request) -> SearchedPlan:
+    def search(of: Problem, asked: Request) -> Decision:
         if of is not problem:
             _check(of, asked)
         return _searched(of, asked, phases_s, programs if of is problem else None)
@@ -97,7 +98,7 @@ def _check(problem: Problem, request: Request) -> None:
         return
     check_overrides(
         request.overrides,
-        num_devices=problem.cluster.num_devices,
+        num_devices=workers_of(problem, request),
         global_batch_size=request.global_batch_size,
         num_blocks=len(problem.graph.blocks),
         sequences=problem.factors.sequence is not None,
@@ -140,6 +141,18 @@ def with_a_plan(search: Search) -> Search:
 
 
 def _searched(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    programs: BlockPrograms | None,
+) -> Decision:
+    def unserved() -> SearchedPlan:
+        return _unserved(problem, request, phases_s, programs)
+
+    return best_served(problem, request, phases_s, unserved)
+
+
+def _unserved(
     problem: Problem,
     request: Request,
     phases_s: Mapping[str, float],

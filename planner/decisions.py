@@ -169,7 +169,7 @@ class Contradiction:
 
     An override may be something else in a plan (an `hpz` of as many ranks as ZeRO divides among is
     none), or may be planned but not run: then the row is of plans alone (`given`), or of overrides
-    and plans that run (`priced`).
+    and plans that run (`priced`). It holds `unless` another decision is used.
     """
 
     a: str
@@ -179,6 +179,11 @@ class Contradiction:
     legal: str
     given: bool = True
     priced: bool = True
+    unless: str = ""
+
+    def holds(self, value: Callable[[str], Any]) -> bool:
+        """Whether it does, by decisions' values, None where free."""
+        return not (self.unless and DECISIONS[self.unless].uses(value(self.unless)))
 
 
 def divisors(n: int) -> list[int]:
@@ -214,7 +219,11 @@ def _compressed_line(stages: Sequence[str]) -> str:
 
 def _staleness_line(steps: Sequence[int]) -> str:
     late = max(steps, default=0)
-    return f"gradients {late} step{'s' * (late > 1)} late" if late else ""
+    return f"gradients {late:,} step{'s' * (late > 1)} late" if late else ""
+
+
+def _servers_line(counts: Sequence[int]) -> str:
+    return "".join(f"{n} parameter server{'s' * (n > 1)}" for n in counts if n)
 
 
 def _recompute_line(policies: Sequence[str]) -> str:
@@ -334,6 +343,11 @@ _TABLE = (
         "staleness", "steps by which gradients may come late; needs --allow stale, or to be asked "
         "for", off=0, acts="plan", written="plan", forbidden=True, allowed="numbers",
         permission="stale", of_train_step=True, line=_staleness_line,
+    ),
+    Decision(
+        "servers", "ranks, the first ones, that keep and step the weights for all others", off=0,
+        acts="plan", written="plan", allowed="steps", permission="stale",
+        of_train_step=True, line=_servers_line,
     ),
     Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
@@ -601,13 +615,13 @@ def _of_stale() -> Iterator[Contradiction]:
     for (key, used, without), (other, clash, why, legal) in product(keys, ruled_out):
         yield Contradiction(
             key, other, partial(_if_used, used, clash), why, f"{legal}, or {without}",
-            given=other != "precision",
+            given=other != "precision", unless="servers" * (key == "staleness"),
         )  # fmt: skip
     yield Contradiction(
         "staleness", "schedule",
         lambda steps, schedule: bool(steps) is SCHEDULES[schedule].flushes,
         "gradients come late where no step flushes the pipeline", f"0 with one of {_FLUSHING}, "
-        f"more with one of {_LATE}",
+        f"more with one of {_LATE}", unless="servers",
     )  # fmt: skip
 
 
@@ -619,6 +633,33 @@ def _if_used(
 
 def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
     return how != "none" and clash(value)
+
+
+def _of_servers() -> Iterator[Contradiction]:
+    """Contradictions of parameter servers."""
+    whole = "each worker computes with all weights"
+    ruled_out: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+        *((name, lambda n: n > 1, whole, f"{name}=1") for name in _SPLITS),
+        ("zero", bool, "the servers hold all optimizer states, and step them", "zero=0"),
+        ("compressed", lambda how: how != "none", "nothing is summed among workers", "'none'"),
+        ("offload", _but_activations, "workers have no optimizer states", "activations alone"),
+        ("post_validation", bool, "the servers step, at each push", "post_validation=False"),
+        ("optimizer_in_backward", bool, "the servers step", "optimizer_in_backward=False"),
+        ("precision", lambda x: x == "fp16", "its loss scale is one of all ranks", "bf16, fp32"),
+        ("schedule", lambda s: not SCHEDULES[s].flushes, "a worker is no pipeline", _FLUSHING),
+        ("slices", lambda sizes: slices_in(sizes) > 1, "a worker is no pipeline", "slices=1"),
+        ("branches", lambda depths: slices_in(depths) > 1, whole, "branches=1"),
+        ("replicas", lambda n: n > 1, "replicas sum gradients, each within", "replicas=1"),
+    )
+    for other, clash, why, legal in ruled_out:
+        yield Contradiction(
+            "servers", other, partial(_if_stepped, clash), why, f"{legal}, or servers=0",
+            given=other != "precision",
+        )  # fmt: skip
+
+
+def _but_activations(parts: Any) -> bool:
+    return any(part for name, part in parts.items() if name != "activations")
 
 
 def _several_parts(schedule: str) -> bool:
@@ -643,6 +684,7 @@ def _away(parts: Any) -> bool:
 _LATE = ", ".join(name for name, s in SCHEDULES.items() if not s.flushes)
 _FLUSHING = ", ".join(name for name, s in SCHEDULES.items() if s.flushes)
 _WHOLE_BACKWARD = ", ".join(n for n, s in SCHEDULES.items() if s.flushes and not s.splits_backward)
+_SPLITS = ("pp", "virtual_stages", "tp", "cp", "ep")  # of a model
 _PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
 _SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
 
@@ -669,6 +711,7 @@ CONTRADICTIONS = (
     *_of_compressed(),
     *_of_branches(),
     *_of_stale(),
+    *_of_servers(),
     _of_slices(
         "zero", lambda zero: zero == 3, "weights would be gathered anew for each slice",
         "zero 0 to 2",

@@ -195,6 +195,7 @@ MORE_FILES: dict[str, int] = {"recompute": 13, "schedule": 15, "zero": 13}
 KNOBS = {
     "quantized": {"quantized", "quantised"},
     "compressed": {"compressed"},
+    "servers": {"servers"},
     "sync_every": {"sync_every"},
     "outer_bits": {"outer_bits"},
     "fragments": {"fragments"},

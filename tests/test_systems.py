@@ -136,6 +136,22 @@ def compressed(name: str, column: str) -> Measured:
     return symbols, [held.nbytes]
 
 
+def by_servers(staleness: int, column: str, workers: int = 3) -> Measured:
+    """What a worker and a server send and receive, or hold, of a model with one server."""
+    graph, factors = traced()
+    given: dict[str, Any] = {"precision": "bf16", "optimizer": "adamw_fused"}
+    problem = Problem(graph=graph, factors=factors, cluster=NODES, **given)
+    one = plan_for(graph, dp=1, tp=1, precision="bf16")
+    priced = Evaluator(problem).price(one.served_by(1, workers, staleness))
+    assert priced.served is not None
+    (costs,), psi = priced.stages, graph.num_parameters()
+    symbols = {"n": workers, "k": 1, "S": 4.0 * psi, "Psi": psi, "g": 4}
+    if column == "volume":
+        return symbols, [2 * priced.served.sent.sent_bytes, priced.served.link_bytes]
+    beside = NODES.device.reserved_bytes + costs.communicator_bytes
+    return symbols, [costs.kept_bytes, priced.served.server_bytes - beside]
+
+
 def apart(column: str, bits: int = 32) -> Measured:
     """What a rank sends to other replicas in a step, or what its host keeps for them."""
     graph, factors = traced()
@@ -489,6 +505,13 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[], Measured]]] = {
     },
     "Top-k with a memory of errors": {
         column: partial(compressed, "topk-1", column) for column in ("volume", "memory")
+    },
+    **{
+        name: {column: partial(by_servers, late, column) for column in ("volume", "memory")}
+        for name, late in (
+            ("Parameter server", 0), ("Stale synchronous parallel (SSP)", 1),
+            ("Asynchronous SGD (Downpour)", 2**31),
+        )
     },
     "Local SGD": {column: partial(apart, column) for column in ("volume", "memory")},
     "DiLoCo": {column: partial(apart, column) for column in ("volume", "memory")},

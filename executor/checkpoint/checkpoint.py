@@ -180,6 +180,43 @@ def save(
     return Saving(thread=Background(f"checkpoint {folder}", partial(work, copied, group=beside)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """An object whose state was asked for before."""
+
+    state: Any
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+def compared_states(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """States of objects, and their trees, in which tensors have checksums; or the error that they
+    raise, for `same_states` to raise on all ranks."""
+    try:
+        states = _states(extra)
+        return states, RankStates.of(states, compared=True).trees
+    except Exception as error:  # noqa: BLE001 - other ranks wait for this one
+        return {}, error
+
+
+def same_states(states: Mapping[str, Any], of_ranks: Sequence[Any]) -> dict[str, _Fixed]:
+    """Objects with these states. Raises an error that a rank met, and `SavedError` where the trees
+    of ranks differ."""
+    if error := next((trees for trees in of_ranks if isinstance(trees, Exception)), None):
+        raise error
+    names = [name for name in states if any(trees != of_ranks[0] for trees in of_ranks)]
+    differ = [n for n in names if any(trees.get(n) != of_ranks[0][n] for trees in of_ranks)]
+    if differ or len({frozenset(trees) for trees in of_ranks}) > 1:
+        raise SavedError(
+            f"={differ} differs between ranks, and rank 0 writes alone beside parameter servers",
+            place="extra",
+            legal="objects whose states are alike on all ranks",
+            way_out="leave them out, or save each rank's in a file of your own",
+        )
+    return {name: _Fixed(state) for name, state in states.items()}
+
+
 def gathered(
     runtime: Runtime,
     optimizer: torch.optim.Optimizer | None,

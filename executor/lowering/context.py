@@ -29,10 +29,10 @@ State = tuple[sharding.Placement, ...]
 class Context:
     """Inputs of the lowering of any block of a stage.
 
-    `microbatches` is m, for losses that are means, `sums` are the keys of operators that add rows
-    up and count m times, `totals` values that are handed in for the whole batch. `weight_gradients`
-    takes the weight gradients of `deferrable` parameters where the schedule splits the backward,
-    `flow` notes which operands of leaves have a gradient.
+    `microbatches` is m, on all workers together, for losses that are means, `sums` are the keys of
+    operators that add rows up and count m times, `totals` values that are handed in for the whole
+    batch. `weight_gradients` takes the weight gradients of `deferrable` parameters where the
+    schedule splits the backward, `flow` notes which operands of leaves have a gradient.
     `exchange` are the ranks that share the experts out. `context` and its axis are None where the
     sequence is whole. `precision` is the plan's. With a `cache` attention reads the keys and values
     of earlier tokens.

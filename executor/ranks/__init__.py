@@ -12,6 +12,8 @@ from meshwright.executor.ranks.meshes import (
     StageMesh,
     device_mesh,
     join_groups,
+    one_way_groups,
+    pair_groups,
     single_process,
     stage_meshes,
 )

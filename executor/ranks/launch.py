@@ -194,9 +194,10 @@ def _shorten_timeouts(limit_s: float) -> None:
 def agree_on(decide: Callable[[], T]) -> T:
     """`decide()` of rank 0, or its error, broadcast to all ranks.
 
-    A plan is solved, and a profile measured, on one rank only: so no two can disagree.
+    A plan is solved, and a profile measured, on one rank only: so no two can disagree. Ranks that
+    are apart decide for themselves.
     """
-    if world_size() == 1:
+    if world_size() == 1 or progress.apart:
         return decide()
     box: list[Any] = [None]
     if rank() == 0:
@@ -221,7 +222,10 @@ def stop() -> None:
         background.finish_all()  # it may need the group
         while before_leaving:
             before_leaving.pop()()
-        dist.barrier()
+        if progress.dispensable and _watchdog is not None:
+            _watchdog.leave()
+        else:
+            dist.barrier()
     if _lifelines is not None:
         _lifelines.close()
         _lifelines = None

@@ -260,6 +260,30 @@ def _subgroup(world: Any, ranks: tuple[int, ...]) -> Any:
     return group if inside else None
 
 
+def pair_groups(count: int, name: str) -> dict[tuple[int, int], Any]:
+    """Gloo groups of two ranks, of each of the first `count` ranks and each rank behind it; those
+    of this rank. A peer that dies breaks the groups that it is in, and no others. Collective."""
+    me, pairs = dist.get_rank(), dict[tuple[int, int], Any]()
+    for first in range(count):
+        for other in range(first + 1, dist.get_world_size()):
+            pair = (first, other)
+            group = dist.new_group(
+                list(pair) if me in pair else [me],  # as many groups on all ranks
+                use_local_synchronization=True,
+                backend="gloo",
+                group_desc=f"{name} {pair}" if me in pair else "others",
+            )
+            if me in pair:
+                pairs[pair] = group
+    return pairs
+
+
+def one_way_groups(*names: str) -> tuple[Any, ...]:
+    """Groups of all ranks for messages one way each, whose order depends on no other's: under NCCL,
+    which matches messages by order."""
+    return tuple(_world_group(dist.group.WORLD, name) for name in names)
+
+
 @cache
 def _axes(
     world: Any, meshes: tuple[StageMesh, ...], device_type: str

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.host_values import has_values, read, share_memory
 from meshwright.executor.ranks import launch, object_collectives
+from meshwright.executor.ranks.watchdog import progress
 from meshwright.executor.resharding import Axis, all_gather_flat
 
 SHOWN = 3  # names in a message
@@ -252,14 +253,15 @@ def _described(x: torch.Tensor | None) -> tuple[int, int, int]:
 @contextmanager
 def same_random_state() -> Iterator[None]:
     """Context in which torch, numpy and Python draw on every rank what they would draw on rank 0;
-    each rank goes on with its own state after it. Collective."""
+    each rank goes on with its own state after it. Collective, but where ranks are apart."""
     if not launch.running():
         yield
         return
     states = _random_states()
-    _set_random_states(
-        object_collectives.broadcast_object(object_collectives.gloo_group(), 0, states)
-    )
+    if not progress.apart:
+        _set_random_states(
+            object_collectives.broadcast_object(object_collectives.gloo_group(), 0, states)
+        )
     try:
         yield
     finally:

@@ -20,6 +20,12 @@ A rank that lowers the plan for another shape of batches waits for all others to
     asked      the step it is in
     passed     that step, and a rank that is in it, or beyond, and has not lowered for it
 
+Ranks that others go on without (`Progress.dispensable`) end alone:
+
+    lost       there is one
+    lost/<r>   rank r is one
+    left/<r>   rank r has left in order
+
 A rank that hears of a failure has `GRACE_S` to raise by itself, then its listener ends it. Where
 the store is gone, so is the rank (or the torchrun agent) that held it, and the next phase ends this
 rank. Where the interpreter's lock is never released, no thread can run: then faulthandler's timer,
@@ -92,11 +98,16 @@ class Progress:
 
     `stages` are those of every rank of the plan, by rank: of one replica, of so many ranks, where
     there are several (`replica_size`). `replica` is a prefix of what is compared within one, and
-    where each `tells_phases`, others may ask how many it has begun.
+    where each `tells_phases`, others may ask how many it has begun. `dispensable` are the ranks
+    that the others go on without, and `lost` those of them that are known to have ended. Where
+    ranks are `apart` each traces and prices for itself.
     """
 
     def __init__(self) -> None:
         self.stages: Mapping[int, Sequence[int]] = {}
+        self.dispensable: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()
+        self.apart = False
         self.replica, self.replica_size = "", 0
         self.tells_phases, self.phases_begun = False, 0
         self.predicted_peak_bytes: int | None = None
@@ -151,9 +162,19 @@ class Progress:
         self._leave(steps=int(is_step))
 
     @contextmanager
+    def on_its_own(self) -> Iterator[None]:
+        """Context in which this rank decides for itself, as others may not be in it."""
+        apart, self.apart = self.apart, True
+        try:
+            yield
+        finally:
+            self.apart = apart
+
+    @contextmanager
     def lowering(self) -> Iterator[None]:
         """A phase, inside of a step, in which the plan is lowered for another shape of batches."""
-        self.lowered, self.lowering_s = self.activity.steps_done, time.monotonic()
+        if not self.apart:  # else nobody else need lower for it
+            self.lowered, self.lowering_s = self.activity.steps_done, time.monotonic()
         self.enter("lowering the plan for another shape of batches", waits=True)
         try:
             yield
@@ -263,6 +284,11 @@ class Watchdog:
 
     def lose(self, rank: int) -> None:
         """Announce a rank that ended without a word, unless who waits for it does so first."""
+        if rank in progress.dispensable:
+            with suppress(RuntimeError):
+                if not self.store.check(["failures"]):  # then all end
+                    self._go_on_without(rank, "killed, or left by os._exit")
+            return
         if self.closing.wait(GRACE_S) or self.failing.is_set():
             return
         with suppress(RuntimeError):  # of the store: lost with it, which the listener sees
@@ -296,6 +322,9 @@ class Watchdog:
                 if self.store.check(["failures"]):
                     self._follow()
                     return
+                if progress.dispensable and self.store.check(["lost"]):
+                    ended = {r for r in progress.dispensable if self.store.check([f"lost/{r}"])}
+                    progress.lost |= ended
                 if progress.tells_phases:
                     self.store.set(f"{PEERS}/{self.rank}", str(progress.phases_begun))
                 self._compare_shapes()
@@ -341,6 +370,24 @@ class Watchdog:
                 say(f"{progress.name(self.rank)} stops in {progress.activity}: {self._lost()}")
                 os._exit(1)
 
+    def _go_on_without(self, rank: int, why: str) -> None:
+        """Tell the others that a rank ended, which they don't wait for."""
+        if self.closing.is_set() or self.store.check([f"lost/{rank}"]):
+            return
+        say(f"{progress.name(rank)} ended ({why}); the others go on without it")
+        progress.lost |= {rank}
+        self.store.set(f"lost/{rank}", "")
+        self.store.set("lost", "")
+
+    def leave(self) -> None:
+        """Leave without those that are lost, rank 0, which may hold the store, as the last one."""
+        self.store.set(f"left/{self.rank}", "")
+        while self.rank == 0 and any(self._is_there(r) for r in range(1, self.world_size)):
+            time.sleep(ROLL_CALL_POLL_S)
+
+    def _is_there(self, rank: int) -> bool:
+        return rank not in progress.lost and not self.store.check([f"left/{rank}"])
+
     # --- messages ---
 
     def _fail(self, reason: str, details: str) -> None:
@@ -355,6 +402,10 @@ class Watchdog:
     def _announce(self, reason: str, details: str) -> None:
         """Print this failure with details if it is the first, else the first one's in a line."""
         try:
+            if self.rank in progress.dispensable and self.cause is None:
+                say(f"{self._failed(reason)}\n{details}")
+                self._go_on_without(self.rank, reason)
+                return
             if self.cause is None:
                 self._answer()
                 if self.store.add("failures", 1) > 1:

@@ -11,5 +11,6 @@ from meshwright.executor.runtime.evaluation import (
 )
 from meshwright.executor.runtime.meetings import Meetings
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
+from meshwright.executor.runtime.served import ServedRuntime
 from meshwright.executor.runtime.state import RankState, group_of
 from meshwright.executor.runtime.timeline import MeasuredStep, Stopwatch, timed_step

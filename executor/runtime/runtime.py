@@ -112,13 +112,14 @@ class Runtime(RankState):
         plan, graph = checked.plan, checked.graph
         device = options.device or ranks.device_here()
         backend = backend_of(options.compile, device.type)
-        ranks.progress.stages = stages_of_ranks(plan)
+        ranks.progress.stages, ranks.progress.dispensable = stages_of_ranks(plan), frozenset()
         ranks.progress.replica_size = plan.num_ranks
-        place = join_plan(checked, device)
+        place = self._joined(checked, device)
         user = UserModel(model)
-        if place.mesh is not None and options.check_replicas:
+        several = ranks.world_size() > 1
+        if several and options.check_replicas:
             ranks.check_equal(user.originals)
-        elif place.mesh is not None:
+        elif several:
             ranks.make_equal(user.originals, place.device)
         self.builder = builder = Builder(checked, user, place, backend=backend)
         stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in place.stages}
@@ -151,9 +152,14 @@ class Runtime(RankState):
         self.loads = 0  # times that all tensors were given other values
         self.seed = shared_seed(place)
         self.batch_check = ranks.BatchCheck()
+        self.share = (0, 1)  # of the batch, where each rank runs a plan of its own
         self.retired = False  # by a plan that took the model over
         if place.mesh is not None:
             reduce_in_optimizers()
+
+    def _joined(self, checked: CheckedPlan, device: torch.device) -> ranks.Place:
+        """This rank's place in the plan. Collective."""
+        return join_plan(checked, device)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -251,11 +257,11 @@ class Runtime(RankState):
         observed = observe or unobserved
         write_weights(self.stage_parameters, self.graph)
         observed(Phase.REFRESH, self._gather_weights)
-        seed = self.step_seed()
+        seed, (share, shares) = self.step_seed(), self.share
         run = self.pipeline(
             {k: self.run_stage(step, k, inputs) for k in self.stages},
             step.stream,
-            rng=lambda k: (seed, k * step.plan.microbatch_rows),
+            rng=lambda k: (seed, (k * shares + share) * step.plan.microbatch_rows),
             scale=self.guard.seed / step.plan.num_microbatches,
             weight_gradients=self.weight_gradients,
             observe=observe,

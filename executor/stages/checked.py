@@ -15,13 +15,15 @@ from meshwright.planner.plan import Plan, check_plan, check_runs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPlan:
     """A plan that the executor runs, checked against a graph of its micro-batch; the strategies and
-    states of each stage's blocks, and what the loss makes of rows."""
+    states of each stage's blocks, and what the loss makes of rows. `workers` run it, each on rows
+    of its own, whose mean loss is that of all rows."""
 
     plan: Plan
     graph: Graph
     factors: FactorTable
     assignments: Sequence[Mapping[str, Assignment]]
     use: RowUse
+    workers: int = 1
 
     @staticmethod
     def of(

@@ -103,7 +103,8 @@ class StageLowering:
         self.graph = graph = checked.graph
         self.table = checked.factors
         self.assignments = checked.assignments
-        self.use = checked.use if plan.num_microbatches > 1 else sharding.RowUse()
+        self.parts = plan.num_microbatches * checked.workers  # of the rows, one by one
+        self.use = checked.use if self.parts > 1 else sharding.RowUse()
         self.place = place
         self.backend = backend
         self.weight_gradients = weight_gradients
@@ -259,7 +260,7 @@ class StageLowering:
             tensor_axis=place.tensor,
             exchange=place.exchange,
             device=place.device,
-            microbatches=self.plan.num_microbatches,
+            microbatches=self.parts,
             sums=self.use.sums,
             totals=frozenset(r for op in self.graph.derived for r in self._kinds(op)),
             weight_gradients=self.weight_gradients,

@@ -18,8 +18,9 @@ from meshwright.planner.plan import (
     kept_together,
     margin_beside,
     sized,
+    why_unserved,
 )
-from meshwright.planner.pricing import Evaluator, Prediction
+from meshwright.planner.pricing import Evaluator, Prediction, served_shortage
 from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
 
@@ -74,6 +75,13 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=decision.off,
                 way_out=f'give allow=["{word}"] (--allow {word}), or another plan',
             )
+    if plan.is_served and (why := why_unserved(problem)):
+        raise PlanError(
+            f": {why}",
+            place="plan: parameter servers",
+            legal="none",
+            way_out="plan again (without plan=)",
+        )
     if problem.stepped.matrices and (
         plan.stepping != "at_end" or any(stage.host.states for stage in plan.stages)
     ):
@@ -118,6 +126,10 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
                 [float(lacking)],
             )
     room = cluster.device.memory_bytes
+    if prediction.server_bytes > room:
+        most = prediction.fullest_bytes
+        said = served_shortage(prediction.server_bytes, most, most - room, cluster)
+        raise InfeasibleError(f"plan: {said}", [float(most - room)])
     short = prediction.shortfall_bytes(cluster)
     if any(short):
         by_stage = ", ".join(f"stage {k}: {sized(x)}" for k, x in enumerate(short) if x)

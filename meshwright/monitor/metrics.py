@@ -66,7 +66,7 @@ class Predicted:
     def of(report: Report, rank: int) -> Predicted:
         """Prediction for a rank of the report's plan."""
         plan, s = report.plan, report.summary
-        group = next(k for k, ranks in enumerate(plan.devices) if rank in ranks)
+        group = plan.group_of(rank)
         group_report = report.device_groups[group]
         low, high = s["step_interval_s"]
         after_s, within_s = group_report.optimizer_s, 0.0

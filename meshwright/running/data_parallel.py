@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.ranks import ReplicaWorld
-from meshwright.executor.runtime import Runtime
+from meshwright.executor.runtime import Runtime, ServedRuntime
 from meshwright.planner.batch import batch_rows, input_leaves
 
 
@@ -52,6 +52,15 @@ class DataParallel:
     def of(runtime: Runtime, world: ReplicaWorld | None = None) -> DataParallel:
         """Data parallelism of a runtime's rank, in the `world` of one replica of several."""
         step, data = runtime.planned, runtime.place.rows
+        if isinstance(runtime, ServedRuntime):
+            return DataParallel(
+                rank=runtime.share[0],
+                size=runtime.share[1],
+                reads=not runtime.serves,
+                rows=() if runtime.serves else runtime.rows_of(runtime.of_all.global_batch_size),
+                filling=None,
+                rows_of=runtime.rows_of,
+            )
         number, count = (0, 1) if world is None else (world.number, world.count)
         rows_of: Callable[[int], Sequence[int]] = step.batches.share_of
         if count > 1:

@@ -6,6 +6,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import all_gather_object, background, launch, run_on_all, together
+from meshwright.executor.ranks import (
+    all_gather_object,
+    background,
+    launch,
+    progress,
+    run_on_all,
+    together,
+)
 from meshwright.executor.runtime import (
     CachedForward,
     Counted,
@@ -57,7 +65,8 @@ class Evaluation(PlannedModel):
         operators in evaluation mode than were planned."""
         self._traced.check_unchanged(training=False)
         runtime = self.runtime
-        with runtime.user.as_passed():
+        apart = progress.on_its_own() if self.plan.is_served else nullcontext()
+        with apart, runtime.user.as_passed():
             why = self._traced.why_not_evaluated
         if why:
             raise StateError(
@@ -117,6 +126,7 @@ class Evaluation(PlannedModel):
         tensor (caches), and tensors that the loss does not come from. StateError where nothing else
         is in the output.
         """
+        self.without_servers("forward")
         self._traced.check_batch(batch)
         runtime, outputs = self._evaluable(), self._traced.graph.outputs
         assert outputs is not None, "a trace knows its outputs"
@@ -154,6 +164,7 @@ class Evaluation(PlannedModel):
         from the loss; where it does not (StateError), `weigh` gives that of a batch. A data set
         that counts nothing is a StateError, too.
         """
+        self.without_servers("evaluate")
         _check_asked(batches, weigh)
         runtime = self._evaluable()
         background.finish_all()  # a save in the background uses the same group
@@ -213,6 +224,7 @@ class Evaluation(PlannedModel):
         where they can't be kept (the log says why), one over the whole length. Raises StateError
         for a model that is no causal language model, as its logits tell.
         """
+        self.without_servers("generate")
         runtime = self._evaluable()
         if self._generator is None or self._generator.runtime is not runtime:
             self._generator = Generator(runtime, self._traced, runtime.plan.global_batch_size)

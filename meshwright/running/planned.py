@@ -18,7 +18,7 @@ from meshwright.decisions import Decision, Request, one_at_a_time, why_not_here
 from meshwright.decisions.given_plan import check_memory
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import ReplicaWorld, launch, progress, replica_world
-from meshwright.executor.runtime import Meetings, RunOptions, Runtime
+from meshwright.executor.runtime import Meetings, RunOptions, Runtime, ServedRuntime
 from meshwright.executor.stages import BatchShape, CheckedPlan
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, fingerprint, graph_for, slices_at, tensor_multiple
@@ -94,28 +94,46 @@ class PlannedModel:
 
     @one_at_a_time()
     def _checked(self) -> CheckedPlan:
-        """The plan, checked on the graph of its micro-batch."""
-        plan, traced = self.plan.of_one_replica, self._traced
+        """The plan, that of a replica, or of a worker beside servers, checked on the graph of its
+        micro-batch."""
+        plan, traced = self._of_rank, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         return CheckedPlan.of(plan, *graph_for(plan, graph, factors), traced.run_use)
 
+    @property
+    def _of_rank(self) -> Plan:
+        """The plan that a rank runs: all of it, or that of a worker beside servers."""
+        return self.plan.of_worker if self.plan.is_served else self.plan
+
+    def without_servers(self, what: str) -> None:
+        """Raise `StateError` for a call that plans with parameter servers don't have."""
+        if self.plan.is_served:
+            raise StateError(
+                " needs ranks that meet, and workers of parameter servers don't",
+                place=what,
+                legal="plans without servers; with them train_step(..., optimizer=), eval_step, "
+                "state dicts and checkpoints",
+                way_out="plan without servers",
+            )
+
     def _lowered(self) -> Runtime:
         """The plan's part of this rank."""
-        plan, traced, checked = self.plan.of_one_replica, self._traced, self._checked()
+        plan, traced, checked = self._of_rank, self._traced, self._checked()
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
-        return Runtime(
-            checked,
-            traced.model,
-            options=RunOptions(
-                compile=self._request.compile,
-                device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
-                check_replicas=self._request.check_replicas,
-                replica=self._world.number if self._world else 0,
-            ),
-            at_shape=OtherShapes(plan, self._problem_of_one, traced),
+        options = RunOptions(
+            compile=self._request.compile,
+            device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
+            check_replicas=self._request.check_replicas,
+            replica=self._world.number if self._world else 0,
         )
+        shapes = OtherShapes(plan, self._problem, traced)
+        if self.plan.is_served:
+            return ServedRuntime(
+                checked, traced.model, of_all=self.plan, options=options, at_shape=shapes
+            )
+        return Runtime(checked, traced.model, options=options, at_shape=shapes)
 
     @property
     def _problem_of_one(self) -> Problem:
@@ -200,8 +218,7 @@ class PlannedModel:
             with self._inside():
                 self._runtime = self._lowered()
                 here = launch.rank()
-            groups = self.plan.devices
-            group = next(k for k, ranks in enumerate(groups) if here in ranks)
+            group = self.plan.group_of(here)
             progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
         return self._runtime
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,12 +17,14 @@ from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, load_apart, save_apart, weights
 from meshwright.executor.errors import OptimizerError
 from meshwright.executor.parameters import BY_NAME, Muon, WholeTensors, named_kind
-from meshwright.executor.ranks import background, gloo_group, progress, run_on_all
-from meshwright.executor.runtime import group_of
+from meshwright.executor.ranks import background, gloo_group, launch, progress, run_on_all
+from meshwright.executor.runtime import ServedRuntime, group_of
 from meshwright.executor.stages import check_trains, chosen_matrices, stepped_whole
 from meshwright.profiles.inputs import ArgumentError
 from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running.planned import PlannedModel, in_replica
+
+T = TypeVar("T")
 
 
 class State(PlannedModel):
@@ -139,6 +141,7 @@ class State(PlannedModel):
         rank keeps the states of its share, and each element crosses the links three times a step.
         Its `state_dict` is collective; a checkpoint takes it as any optimizer, for every plan.
         """
+        self.without_servers("whole_tensor_optimizer")
         self._check_steps_whole("whole_tensor_optimizer")
         runtime = self.runtime
         chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
@@ -180,8 +183,9 @@ class State(PlannedModel):
         tensor by tensor on one `rank`, the others getting an empty dict. Collective. Of replicas
         that train apart the weights at their last meeting, and `rank` is one of each."""
         with self._as_met():
-            if rank is None:
-                return self.runtime.full_state_dict()
+            if rank is None or self.plan.is_served:
+                state = self.runtime.full_state_dict()
+                return state if rank in (None, launch.rank()) else {}
             return export.full_state_dict(self.runtime, rank)
 
     @in_replica
@@ -241,7 +245,7 @@ class State(PlannedModel):
             "submodule": submodule,
         }
         if self._world is None:
-            export.save_pretrained(self.runtime, path, **options)
+            self._written(lambda: export.save_pretrained(self.runtime, path, **options))
             return
         self.meetings.begin()
 
@@ -252,6 +256,21 @@ class State(PlannedModel):
 
         self.meetings.arrive_alike("save_pretrained", str(path))
         run_on_all(gloo_group(), first)
+
+    def _written(self, write: Callable[[], T]) -> T | None:
+        """Write by all ranks; beside servers by the first one, as all have all. Collective."""
+        runtime = self.runtime
+        return runtime.on_first(write) if isinstance(runtime, ServedRuntime) else write()
+
+    def _same_extra(self, extra: Any) -> Callable[[], Any]:
+        """A function of the objects to save: beside servers rank 0's, or SavedError where those of
+        others have other states. Collective; what it gives is called on rank 0."""
+        runtime = self.runtime
+        if not isinstance(runtime, ServedRuntime) or extra is None:
+            return lambda: extra
+        states, trees = checkpoint.compared_states(extra)
+        every = runtime.gathered(trees)
+        return lambda: checkpoint.same_states(states, every)
 
     @checked_booleans
     def save_checkpoint(
@@ -281,13 +300,19 @@ class State(PlannedModel):
             before, self._saving = self._saving, None
             before.wait()
         self.runtime.check_drained("save_checkpoint")
-        held = self._checked_optimizer(optimizer)
+        held, runtime = self._checked_optimizer(optimizer), self.runtime
         if self.plan.outer_loop is not None:
             save_apart(self.meetings, path, held, extra=extra)
             return Saving(thread=None)
-        self._saving = checkpoint.save(
-            self.runtime, path, held, extra=extra, asynchronous=asynchronous
-        )
+        states = runtime.all_states(held) if isinstance(runtime, ServedRuntime) else nullcontext()
+        same = self._same_extra(extra)
+        with states:
+            self._saving = self._written(
+                lambda: checkpoint.save(
+                    runtime, path, held, extra=same(), asynchronous=asynchronous
+                )
+            )
+        self._saving = self._saving or Saving(thread=None)
         return self._saving
 
     def load_checkpoint(
@@ -305,10 +330,12 @@ class State(PlannedModel):
         damaged file, or one that would run code), the same on all ranks.
         """
         self.runtime.check_drained("load_checkpoint")
-        held = self._checked_optimizer(optimizer)
+        held, runtime = self._checked_optimizer(optimizer), self.runtime
         if self.plan.outer_loop is not None:
             load_apart(self.meetings, path, held, extra=extra)
         else:
-            checkpoint.load(self.runtime, path, held, extra=extra)
+            checkpoint.load(runtime, path, held, extra=extra)
+        if isinstance(runtime, ServedRuntime) and held is not None:
+            runtime.keep_own(held)
         if isinstance(optimizer, WholeTensors) and held is not None:
             optimizer.take(held)

@@ -66,13 +66,16 @@ class Steps(PlannedModel):
         state here (`settle()` does nothing else) waits for the step, and all ranks call it alike.
         A plan with `optimizer_in_backward` makes no other steps: each parameter is stepped as its
         gradient is whole, which is let go then, so that nothing is clipped, dropped or left in
-        `.grad`, and hooks of the optimizer's step run once a parameter.
+        `.grad`, and hooks of the optimizer's step run once a parameter. One with parameter
+        `servers` makes no others, either: every rank gives the same batch and its own optimizer, of
+        which those of the servers step. A worker returns the mean loss of its own rows, a server
+        the mean of those that it was told in this round.
 
         Replicas that train apart take their own rows of the batch, and return the mean loss over
         those. A meeting that is due is at the start of the next call, when the optimizer has
         stepped, or in `meet()`: nothing else that is called between two steps has one.
 
-        Of a plan with `staleness` s the gradients are those of s steps ago, or of fewer on some
+        Of a pipeline with `staleness` s the gradients are those of s steps ago, or of fewer on some
         stages, and so is the loss: that of the batch given s calls ago, NaN before there is one, so
         that reading it waits for nobody. What is outstanding then comes by `drain`.
         """
@@ -89,8 +92,8 @@ class Steps(PlannedModel):
     def _step(
         self, inputs: Any, *, local: bool, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.Tensor:
-        """A measured step of the runtime, in whose backward an optimizer may step."""
-        runtime = self.runtime
+        """A measured step of the runtime, in which an optimizer may step."""
+        runtime = self._going_on if self.plan.is_served else self.runtime
         return self.monitor.train_step(
             lambda watch: runtime.train_step(
                 inputs, observe=watch, local=local, optimizer=optimizer
@@ -106,7 +109,7 @@ class Steps(PlannedModel):
             self._stepped = True
             if self._speaks and (said := other_than_counted(optimizer, self.plan, self._problem)):
                 log.warning("%s", said)
-        if self.plan.optimizer_in_backward:
+        if self.plan.optimizer_in_backward or self.plan.is_served:
             return self._step(inputs, local=local, optimizer=optimizer).detach()
         if not self.plan.post_validation:
             optimizer.zero_grad()
@@ -141,7 +144,7 @@ class Steps(PlannedModel):
                 pass
         """
         check_step(optimizer, max_grad_norm)
-        if not self.plan.staleness:
+        if not self.plan.staleness or self.plan.is_served:
             return None
         if optimizer is not None and self.runtime.outstanding:
             optimizer.zero_grad()
@@ -240,6 +243,7 @@ class Steps(PlannedModel):
             )
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
+        self.without_servers("timeline")
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         return timed_step(self.runtime, with_targets(batch, targets), path, self.report.timeline)
@@ -249,6 +253,7 @@ class Steps(PlannedModel):
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
         norm before, equal on all ranks. Collective.
         """
+        self.without_servers("clip_grad_norm_")
         runtime = self.runtime
         norm = clip_(runtime.stage_parameters, runtime.place, max_norm, norm_type)
         self.monitor.note(grad_norm=norm)
@@ -259,7 +264,8 @@ class Steps(PlannedModel):
         """Steps whose gradients were not finite on some rank: they left `.grad` as it was, None
         after `zero_grad()`, so that an optimizer does nothing. (After
         `zero_grad(set_to_none=False)` it still applies momentum and weight decay.)"""
-        return self.runtime.guard.skipped_steps
+        runtime = self._going_on if self.plan.is_served else self.runtime  # no rank waits there
+        return runtime.guard.skipped_steps
 
 
 def check_step(optimizer: Any, max_grad_norm: Any) -> None:
@@ -284,9 +290,19 @@ def check_step(optimizer: Any, max_grad_norm: Any) -> None:
 
 
 def check_in_backward(plan: Plan, optimizer: Any, max_norm: float | None, who: str) -> None:
-    """Raise ValueError for a step that a plan with `optimizer_in_backward` does not make."""
-    if not plan.optimizer_in_backward or (optimizer is not None and max_norm is None):
+    """Raise ValueError for a step that a plan with `optimizer_in_backward`, or with parameter
+    servers, does not make."""
+    given = optimizer is not None and max_norm is None
+    if given or not (plan.optimizer_in_backward or plan.is_served):
         return
+    if plan.is_served:
+        raise OptimizerError(
+            ", and the optimizers of parameter servers step each gradient as it comes",
+            place=f"{who}: optimizer={'None' if optimizer is None else 'given'}, "
+            f"max_grad_norm={shown(max_norm)}",
+            legal="an optimizer on every rank, and max_grad_norm=None",
+            way_out="give it so, or plan without servers",
+        )
     what = "optimizer=None" if optimizer is None else f"max_grad_norm={shown(max_norm)}"
     why = "leaves" if optimizer is None else "clips by the norm of"
     raise OptimizerError(

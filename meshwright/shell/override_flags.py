@@ -71,7 +71,8 @@ def _flag(decision: Decision) -> dict[str, Any]:
         read = partial(_sizes, decision.sizes)
         return {"type": read, "metavar": f"COUNT|{each},..", "help": decision.what}
     kind = str if decision.legal and isinstance(next(iter(decision.legal)), str) else int
-    text = f"{decision.what}: {decision.values if decision.legal else 'an integer from 1'}"
+    legal = decision.values if decision.legal else f"an integer from {decision.least}"
+    text = f"{decision.what}: {legal}"
     if not decision.by_block:
         return {"type": kind, "help": text}
     text += "; repeatable with GLOB=VALUE"

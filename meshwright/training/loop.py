@@ -167,6 +167,7 @@ class Loop:
 
     def run(self, requests: StopRequests) -> str:
         """Train; returns why it ended, a constant of this module. Collective."""
+        self.result.without_servers("fit")
         self.progress.given = given(self.optimizer, self.schedule, self.loader)
         self._resume()
         for logger in self.loggers:

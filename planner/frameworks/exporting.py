@@ -37,6 +37,11 @@ class Exported:
 def exported(plan: Plan, kind: Format, *, optimizer: str | None = None) -> Exported:
     """The plan as a configuration. Raises `ConfigurationError` where what is left contradicts
     itself."""
+    if plan.servers:
+        raise ConfigurationError(
+            f": servers={plan.servers}, and {kind.name} has none",
+            place="plan", legal="servers=0", way_out="plan again without servers",
+        )  # fmt: skip
     if plan.outer_loop is not None:
         raise ConfigurationError(
             f": {plan.replicas} replicas train apart, of which {kind.name} has no outer loop",

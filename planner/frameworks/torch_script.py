@@ -69,6 +69,7 @@ SAID = (
 REFUSED = {
     "cp": "attention on a part of the tokens is no style of parallelize_module",
     "ep": "experts on other ranks are no style of parallelize_module",
+    "servers": "torch's optimizers step what a rank computes with",
     "replicas": "torch has no outer loop of replicas that train apart",
     "branches": "stages of torch follow each other",
 }
@@ -160,13 +161,15 @@ def torch_script(plan: Plan, graph: Graph, *, module: str) -> Script:
 def _check(plan: Plan, graph: Graph) -> None:
     """Raise `ScriptError` for what no script says."""
     for name, why in REFUSED.items():
+        off = DECISIONS[name].off
         for k, holder in enumerate(plan.having(name)):
             if DECISIONS[name].uses(value := getattr(holder, name)):
                 place = f"plan: {name}" if holder is plan else f"stage {k}: {name}"
                 value = list(value) if isinstance(value, tuple) else value
+                without = off if isinstance(off, int) else 1
                 raise ScriptError(
-                    f"={value}: {why}", place=place, legal=str(DECISIONS[name].off or "none"),
-                    way_out=f"plan again with {name}=1, or run the plan with train_step",
+                    f"={value}: {why}", place=place, legal=str(off) if off != () else "none",
+                    way_out=f"plan again with {name}={without}, or run the plan with train_step",
                 )  # fmt: skip
     for k, stage in enumerate(plan.stages):
         if (stage.dp, stage.tp) != (plan.stages[0].dp, plan.stages[0].tp):

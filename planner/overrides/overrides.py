@@ -75,7 +75,8 @@ class Overrides:
     `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. With
     `optimizer_in_backward` these step each parameter as its gradient is whole, one micro-batch a
     step, so that only a few gradients are there at once. `staleness` is the number of steps by
-    which gradients may come late, of a pipeline that is never flushed (0: none do). `replicas`
+    which gradients may come late, of a pipeline that is never flushed or to servers (0: none do).
+    The first `servers` ranks keep and step the weights for all others. `replicas`
     train apart, each on its rows of the batch, and meet every `sync_every` steps (100), where they
     send changes in `outer_bits` (32 or 8), their weights in `fragments` at steps of their own;
     without them there are none, unless they are allowed and pay. `forbid`
@@ -101,6 +102,7 @@ class Overrides:
     quantized: str | Mapping[str, str] | None = None
     compressed: str | Mapping[str, str] | None = None
     staleness: int | None = None
+    servers: int | None = None
     recompute: str | Mapping[str, str] | None = None
     segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
@@ -187,8 +189,10 @@ class Overrides:
 
     @property
     def late(self) -> bool:
-        """Whether gradients that come late are asked for, by their number or the schedule."""
-        return bool(self.staleness or (self.schedule and not SCHEDULES[self.schedule].flushes))
+        """Whether a pipeline's gradients that come late are asked for, by their number or the
+        schedule; those of servers are others."""
+        late = self.staleness or (self.schedule and not SCHEDULES[self.schedule].flushes)
+        return bool(late and not self.servers)
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
@@ -210,7 +214,9 @@ class Overrides:
     def ruled_out(self, *, given: bool) -> Iterator[OverrideError]:
         """Values that rule each other out wherever they are, of which one at least is for all: as
         soon as they are `given`, or where a plan is looked for."""
-        for row in (row for row in decisions.CONTRADICTIONS if row.given == given):
+        for row in decisions.CONTRADICTIONS:
+            if row.given != given or not row.holds(self.everywhere):
+                continue
             for (at, a), (where, b) in product(self._known(row.a), self._known(row.b)):
                 if None in (at, where) and row.clash(a, b):
                     forbidden = row.b in self.forbid

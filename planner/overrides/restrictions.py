@@ -20,7 +20,14 @@ from meshwright.costmodel.mesh import ContextKind, Stepping
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH, STEPPINGS
+from meshwright.planner.decisions import (
+    BY_BLOCK,
+    CONTRADICTIONS,
+    DECISIONS,
+    MESH,
+    STEPPINGS,
+    not_in_fp16,
+)
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
     OverrideError,
@@ -37,6 +44,7 @@ from meshwright.planner.plan import (
     glob,
     has_experts,
     why_not_late,
+    why_not_served,
     why_stepped_late,
 )
 
@@ -159,8 +167,8 @@ def restrict(
     equal = "unequal_meshes" in wanted.forbid
     for name in MESH if equal else ():  # one value for one block is one for all
         choices[name] = [next(filter(None, choices[name]), None)] * len(names)
-    _check_model(wanted, choices, graph)
-    _check_contradictions(choices, names)
+    _check_model(wanted, choices, graph, precision)
+    _check_contradictions(wanted, choices, names)
     _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
     pp, virtual_stages = _counts(wanted, cuts)
@@ -211,8 +219,22 @@ def _schedules(
     )
 
 
-def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:
+def _check_servers(wanted: Overrides, graph: Graph, precision: str) -> None:
+    """Raise `OverrideError` for servers that can't be."""
+    servers = wanted.servers
+    why = not_in_fp16("servers") if precision == "fp16" else why_not_served(graph)
+    if servers and why:
+        raise OverrideError(
+            f"{' with fp16' * (precision == 'fp16')}: {why}",
+            place=f"override servers={servers}",
+            legal="0",
+            way_out="drop the override" + ", or train in bf16" * (precision == "fp16"),
+        )
+
+
+def _check_model(wanted: Overrides, choices: _Choices, graph: Graph, precision: str) -> None:
     """Raise `OverrideError` for what the model does not allow."""
+    _check_servers(wanted, graph, precision)
     experts = next((choice for choice in choices["ep"] if choice and choice.value > 1), None)
     if experts and not has_experts(graph):
         place = f"override {experts.said}"
@@ -370,10 +392,11 @@ def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
 # --- one block, one stage ------------------------------------------------------------------------
 
 
-def _check_contradictions(choices: _Choices, names: Sequence[str]) -> None:
+def _check_contradictions(wanted: Overrides, choices: _Choices, names: Sequence[str]) -> None:
     """Raise for values that rule each other out in one block."""
     for row in CONTRADICTIONS:
-        if not row.given or not {row.a, row.b} <= choices.keys():
+        known = row.given and {row.a, row.b} <= choices.keys()
+        if not known or not row.holds(wanted.everywhere):
             continue
         for block, a, b in zip(names, choices[row.a], choices[row.b], strict=True):
             if a and b and row.clash(a.value, b.value):

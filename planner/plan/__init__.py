@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         expand_ranks,
     )
     from meshwright.planner.plan.ranks import placement_of
+    from meshwright.planner.plan.servers import server_of, why_not_served, why_unserved
     from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
     from meshwright.planner.plan.slices import slices_at, tensor_multiple
     from meshwright.planner.plan.words import (

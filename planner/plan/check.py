@@ -6,6 +6,7 @@ import difflib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, product, zip_longest
 from typing import Any
 
@@ -24,6 +25,7 @@ from meshwright.planner.plan.loss_parts import check_parts
 from meshwright.planner.plan.plan import OuterLoop, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
+from meshwright.planner.plan.servers import check_servers
 from meshwright.planner.plan.slices import check_slices
 from meshwright.profiles.inputs import shown
 
@@ -57,6 +59,7 @@ def check_plan(
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_contradictions(plan)
+    check_servers(plan, graph)
     check_copies(plan, graph)
     if not plan.record.flushes and (why := why_not_late(graph, plan.precision)):
         raise PlanError(
@@ -199,9 +202,9 @@ def _check_step(plan: Plan) -> None:
             place="plan: num_microbatches",
             legal=divisors(plan.global_batch_size),
         )
-    if plan.stages and plan.record.staleness(plan.num_microbatches, len(plan.devices)) != (
-        late := plan.staleness
-    ):
+    late = plan.staleness
+    in_pipeline = plan.stages and not plan.is_served
+    if in_pipeline and late != plan.record.staleness(plan.num_microbatches, len(plan.devices)):
         raise PlanError(
             f"={late}, which schedule={plan.schedule!r} does not make of it",
             place="plan: staleness",
@@ -227,7 +230,7 @@ def _check_contradictions(plan: Plan, *, runs: bool = False) -> None:
 
     for row, (k, stage) in product(CONTRADICTIONS, enumerate(plan.stages)):
         a, b = of(stage, row.a), of(stage, row.b)
-        if row.priced is not runs and row.clash(a, b):
+        if row.priced is not runs and row.holds(partial(of, stage)) and row.clash(a, b):
             of_stage = hasattr(stage, row.a) or hasattr(stage, row.b)
             raise PlanError(
                 f"={shown(a)} with {row.b}={shown(b)}{' can be priced, but not run' * runs}: "

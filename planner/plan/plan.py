@@ -207,7 +207,8 @@ class Plan:
     rows of the loss run in `chunked_loss` parts. Micro-batches go through the pipeline in `slices`
     of so many tokens each; whole where there are none. `branches`, where some of the model's lie
     apart, are the device groups from each stage to the end (`planner/plan/flow.py`). Gradients come
-    `staleness` steps late, at most. With an `outer_loop` the stages are those of the first of its
+    `staleness` steps late, at most. The first `servers` ranks keep and step the weights for all
+    others. With an `outer_loop` the stages are those of the first of its
     replicas, which all have as many ranks and rows. `made` are the model's name, the date and the
     versions that a plan file carries; they decide nothing.
     """
@@ -222,6 +223,7 @@ class Plan:
     slices: tuple[int, ...] = ()
     branches: tuple[int, ...] = ()
     staleness: int = 0
+    servers: int = 0
     post_validation: bool = False
     optimizer_in_backward: bool = False
     outer_loop: OuterLoop | None = None
@@ -241,8 +243,8 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all replicas together."""
-        return self.replicas * sum(len(ranks) for ranks in self.devices)
+        """Ranks of all replicas together, that compute, and servers."""
+        return self.servers + self.replicas * sum(len(ranks) for ranks in self.devices)
 
     @property
     def replicas(self) -> int:
@@ -277,6 +279,38 @@ class Plan:
         """The plan of so many replicas, each of which runs this one."""
         rows = self.global_batch_size * outer_loop.replicas
         return dataclasses.replace(self, outer_loop=outer_loop, global_batch_size=rows)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether parameter servers keep and step its weights."""
+        return self.servers > 0
+
+    @property
+    def first_worker(self) -> int:
+        """The first rank that computes."""
+        return self.servers
+
+    @property
+    def of_worker(self) -> Plan:
+        """The plan of one worker beside parameter servers: its own rows, on one device."""
+        stage = dataclasses.replace(self.stages[0], ranks=(0,), dp=1)
+        rows = self.global_batch_size // self.stages[0].dp
+        return dataclasses.replace(
+            self, global_batch_size=rows, stages=(stage,), servers=0, staleness=0
+        )
+
+    def served_by(self, servers: int, workers: int, staleness: int) -> Plan:
+        """The plan of so many workers, each of which runs this one of one device."""
+        ranks = tuple(range(servers, servers + workers))
+        stage = dataclasses.replace(self.stages[0], ranks=ranks, dp=workers)
+        rows = self.global_batch_size * workers
+        return dataclasses.replace(
+            self, global_batch_size=rows, stages=(stage,), servers=servers, staleness=staleness
+        )
+
+    def group_of(self, rank: int) -> int:
+        """The device group of a rank; of a server the first, which are the workers."""
+        return next((k for k, ranks in enumerate(self.devices) if rank in ranks), 0)
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:

@@ -34,13 +34,21 @@ def check_ranks(plan: Plan) -> None:
             )
     counts = Counter(rank for ranks in plan.devices for rank in ranks)
     twice = sorted(rank for rank, count in counts.items() if count > 1)
-    missing = sorted(set(range(plan.num_ranks)) - set(counts))
+    missing = sorted(set(range(plan.first_worker, plan.num_ranks)) - set(counts))
+    served = sorted(rank for rank in counts if rank < plan.first_worker)
+    if served:
+        raise PlanError(
+            f" {compress_ranks(served)} are parameter servers",
+            place="plan: stage 0: ranks",
+            legal=f"{plan.first_worker} to {plan.num_ranks - 1}",
+            way_out="servers are the first ranks: list those behind them",
+        )
     if twice or missing:
         raise PlanError(
             f" used twice: {compress_ranks(twice) or 'none'}; missing: "
             f"{compress_ranks(missing) or 'none'}",
             place="plan: ranks",
-            legal=f"0 to {plan.num_ranks - 1}, each in one stage",
+            legal=f"{plan.first_worker} to {plan.num_ranks - 1}, each in one stage",
             way_out="list every rank once",
         )
     for k, stage in enumerate(plan.stages):

@@ -2,6 +2,7 @@
 
 from meshwright.planner.pricing.course import bytes_beside_tensors
 from meshwright.planner.pricing.evaluate import (
+    STATELESS,
     Evaluation,
     Evaluator,
     Prediction,
@@ -20,5 +21,6 @@ from meshwright.planner.pricing.ledger import (
 )
 from meshwright.planner.pricing.outer_loop import cluster_of_replica, replica_counts, state_bytes
 from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.served import served_shortage
 from meshwright.planner.pricing.slice_work import attention_part, even_work
 from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster, stage_blocks

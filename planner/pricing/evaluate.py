@@ -43,9 +43,12 @@ from meshwright.planner.pricing.outer_loop import (
     state_bytes,
 )
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.served import Served, served
 from meshwright.planner.pricing.slice_work import SliceWork, held_more, works_of_slices
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
+
+STATELESS = "sgd"  # the optimizer that takes what a worker beside servers has: no states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class Prediction:
     configuration that leaves something open. `peaks` say when the most is held, and of what. Where
     the plan was `rehearsed`, the verdict on memory rests on that; the other numbers are prices
     still. `host_memory_bytes` lie in the host's memory of each node, where anything does,
-    `flash_bytes` in files on its flash."""
+    `flash_bytes` in files on its flash, `server_bytes` on the fullest parameter server."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -90,6 +93,7 @@ class Prediction:
     rehearsed: RehearsedMemory | None = None
     host_memory_bytes: tuple[int, ...] = ()
     flash_bytes: tuple[int, ...] = ()
+    server_bytes: int = 0
 
     def host_shortfall(self, cluster: Cluster) -> int:
         """Bytes that the fullest host's memory lacks beside its margin; 0 where all fit."""
@@ -109,7 +113,7 @@ class Prediction:
     @property
     def fullest_bytes(self) -> int:
         """Peak bytes of the fullest device."""
-        return max(self.peak_memory_bytes)
+        return max(*self.peak_memory_bytes, self.server_bytes)
 
     @property
     def memory_interval_bytes(self) -> tuple[float, float]:
@@ -140,8 +144,8 @@ class Evaluation:
     the messages of a micro-batch between stages, and once a step between copies of the model, of
     which each stage's `reduce_s` has its part; the activations that are sent `split` over the
     tensor axis; what replicas exchange at a `meeting`, and its seconds, where there are several, of
-    the first of which all but the prediction is; and the stages as they were walked, where their
-    shardings were asked."""
+    the first of which all but the prediction is; the stages as they were walked, where their
+    shardings were asked; and the exchange through parameter servers, where there are any."""
 
     plan: Plan
     prediction: Prediction
@@ -155,6 +159,7 @@ class Evaluation:
     meeting: OuterExchange | None = None
     meeting_s: float = 0.0
     priced: tuple[PricedStage, ...] = field(default=(), repr=False)
+    served: Served | None = None
 
     @property
     def meetings_s(self) -> float:
@@ -197,6 +202,9 @@ class Evaluator:
         )
         problem, checked = coster.problem, self._checked.setdefault(plan.chunked_loss, {})
         assignments = check_plan(plan, problem.graph, problem.factors, checked)
+        if plan.is_served:
+            stateless = replace(self.problem, optimizer=STATELESS)
+            return with_servers(Evaluator(stateless).price(plan.of_worker), plan, problem)
         return evaluate(plan, problem, assignments, coster)
 
     def _priced_apart(self, plan: Plan, loop: OuterLoop) -> Evaluation:
@@ -233,6 +241,32 @@ class Evaluator:
 def _problem_of(plan: Plan, problem: Problem) -> Problem:
     """The problem that a plan solves. Raises `PlanError` where its loss can't be in parts."""
     return replace(problem_in(problem, plan.chunked_loss), precision=plan.precision)
+
+
+def with_servers(alone: Evaluation, plan: Plan, problem: Problem) -> Evaluation:
+    """The price of a plan with parameter servers: its worker's `alone`, which has no optimizer
+    states, with what it waits for servers."""
+    coster, (costs,) = StageCoster(problem), alone.stages
+    price = served(plan, coster, costs, problem)
+    costs = replace(costs, reduce_s=price.sent.seconds, optimizer_s=price.waited_s[1])
+    timeline, step_s, bubble = simulated(alone.plan, problem, [costs], {})
+    flops = coster.model_flops.of(plan.global_batch_size)
+    most = coster.model_flops.peak(problem.cluster.device, plan.precision) * plan.num_ranks
+    prediction = replace(
+        alone.prediction,
+        step_time_s=step_s,
+        bubble_fraction=bubble,
+        model_flops=flops,
+        mfu=flops / (step_s * most),
+        peak_memory_bytes=[
+            max(peak, math.ceil(price.worker_bytes)) for peak in alone.prediction.peak_memory_bytes
+        ],
+        server_bytes=math.ceil(price.server_bytes),
+    )
+    return replace(
+        alone, plan=plan, prediction=prediction, stages=(costs,), timeline=timeline,
+        exchanges={0: price.sent}, served=price,
+    )  # fmt: skip
 
 
 def evaluate(

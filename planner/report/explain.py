@@ -249,6 +249,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
             "operators is of fp32, and not used"
         )
+    lines += [evaluation.served.words(evaluation.plan)] if evaluation.served else []
     lines += _changed_numbers(evaluation.plan)
     lines += _meetings(evaluation)
     if PRECISIONS[evaluation.plan.precision].kept != "fp32":

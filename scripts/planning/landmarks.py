@@ -86,6 +86,18 @@ LANDMARKS: Mapping[str, Landmark] = {
         model=lambda: gpt(24, 1024, 16, 50304, 1024),
         node="dgx-h100", batch=64, given={"allow": ["compressed"]},
     ),
+    # few tokens on CPU hosts, whose sums hide behind nothing: of plans of data parallelism late
+    # gradients pay (Ho et al. 2013), with half of the hosts as servers
+    "gpt-85m on 16 CPU hosts, stale": Landmark(
+        model=lambda: gpt(12, 768, 12, 512, 16),
+        node="local-host", nodes=16, devices=1, batch=64, precision="fp32",
+        given={"allow": ["stale"], "overrides": Overrides(pp=1, tp=1)},
+    ),
+    # and where a sum goes beside the backward a ring computes on all ranks
+    "gpt-350m on 8 H100, stale": Landmark(
+        model=lambda: gpt(24, 1024, 16, 50304, 1024),
+        node="dgx-h100", batch=64, given={"allow": ["stale"]},
+    ),
     # two sites with 1 Gb/s between: replicas that train apart (Douillard et al. 2023)
     "gpt-350m on two sites of 8 H100": Landmark(
         model=lambda: gpt(24, 1024, 16, 50304, 1024),

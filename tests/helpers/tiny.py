@@ -1,6 +1,7 @@
 """A model that traces in a moment, plans for it, clusters where splitting pays and where not."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,9 +63,15 @@ def batch(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(-1, dims=1)
 
 
-def cut(model: nn.Module, *, rows: int = 4, precision: str = "fp32") -> tuple[Graph, FactorTable]:
+def cut(
+    model: nn.Module,
+    *,
+    rows: int = 4,
+    precision: str = "fp32",
+    loss_fn: Callable[..., torch.Tensor] = loss,
+) -> tuple[Graph, FactorTable]:
     """The model traced and cut into blocks."""
-    graph = trace(model, batch(4), loss_fn=loss, batch_size=rows, precision=precision)
+    graph = trace(model, batch(4), loss_fn=loss_fn, batch_size=rows, precision=precision)
     table = analyse(graph)
     return cut_blocks(graph, table), table
 

@@ -137,6 +137,7 @@ def _closing(args: argparse.Namespace, report: Report) -> list[str]:
     )
     if args.optimizer:
         command += f" --optimizer {args.optimizer}"
+    command += "".join(f" --allow {word}" for word in args.allow or ())
     wrapped = textwrap.wrap(
         command, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

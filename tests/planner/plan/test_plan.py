@@ -58,6 +58,8 @@ PLANS = st.builds(
     stages=st.lists(STAGES, min_size=1, max_size=3).map(tuple),
     post_validation=st.booleans(),
     optimizer_in_backward=st.booleans(),
+    servers=st.integers(0, 4),
+    staleness=st.integers(0, 2**31),
 )
 
 
@@ -175,7 +177,7 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
     whole = data["stages"][0] if in_stage else data
     place, more = "my.json", "branches, chunked_loss, made, optimizer_in_backward, outer_loop"
-    more += ", post_validation, slices, staleness"
+    more += ", post_validation, servers, slices, staleness"
     if in_stage:
         place, more = "my.json: stage 0", "compressed, offload, quantized, segments"
     legal = ", ".join(sorted([*whole, *more.split(", ")]))
