@@ -531,7 +531,7 @@ def _of_one_pass() -> Iterator[Contradiction]:
     for other, clash, why in ruled_out:
         yield Contradiction(
             "optimizer_in_backward", other,
-            partial(_if_stepped, clash), why,
+            partial(_if_used, bool, clash), why,
             "one micro-batch and stage, a schedule with a whole backward, zero=0, nothing in host "
             "memory, not fp16",
             given=other != "precision",
@@ -584,7 +584,7 @@ def _of_compressed() -> Iterator[Contradiction]:
     )
     for other, clash, why, legal in ruled_out:
         yield Contradiction(
-            "compressed", other, partial(_if_compressed, clash), why,
+            "compressed", other, partial(_if_used, lambda how: how != "none", clash), why,
             f"{legal}, or compressed='none'", given=other != "precision",
         )  # fmt: skip
 
@@ -619,9 +619,14 @@ def _of_stale() -> Iterator[Contradiction]:
         )  # fmt: skip
     yield Contradiction(
         "staleness", "schedule",
-        lambda steps, schedule: bool(steps) is SCHEDULES[schedule].flushes,
-        "gradients come late where no step flushes the pipeline", f"0 with one of {_FLUSHING}, "
-        f"more with one of {_LATE}", unless="servers",
+        lambda steps, schedule: steps and SCHEDULES[schedule].flushes,
+        "gradients come late where no step flushes the pipeline", f"0, or one of {_LATE}",
+        unless="servers",
+    )  # fmt: skip
+    yield Contradiction(
+        "schedule", "staleness",
+        lambda schedule, steps: not SCHEDULES[schedule].flushes and not steps,
+        "no step flushes the pipeline", "a schedule with a flush, as 1f1b, or staleness from 1",
     )  # fmt: skip
 
 
@@ -629,10 +634,6 @@ def _if_used(
     used: Callable[[Any], bool], clash: Callable[[Any], Any], value: Any, other: Any
 ) -> Any:
     return used(value) and clash(other)
-
-
-def _if_compressed(clash: Callable[[Any], Any], how: str, value: Any) -> Any:
-    return how != "none" and clash(value)
 
 
 def _of_servers() -> Iterator[Contradiction]:
@@ -653,7 +654,7 @@ def _of_servers() -> Iterator[Contradiction]:
     )
     for other, clash, why, legal in ruled_out:
         yield Contradiction(
-            "servers", other, partial(_if_stepped, clash), why, f"{legal}, or servers=0",
+            "servers", other, partial(_if_used, bool, clash), why, f"{legal}, or servers=0",
             given=other != "precision",
         )  # fmt: skip
 
@@ -666,10 +667,6 @@ def _several_parts(schedule: str) -> bool:
     """Whether a schedule splits the backward, or places several stages on a device group."""
     record = SCHEDULES[schedule]
     return record.splits_backward or record.stages_per_device != 1
-
-
-def _if_stepped(clash: Callable[[Any], Any], stepped: Any, value: Any) -> Any:
-    return stepped and clash(value)
 
 
 def slices_in(value: int | Sequence[int]) -> int:
