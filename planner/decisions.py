@@ -605,6 +605,8 @@ def _of_stale() -> Iterator[Contradiction]:
         ("optimizer_in_backward", bool, "a backward's weights are of an earlier step",
          "optimizer_in_backward=False"),
         ("replicas", lambda r: r > 1, "replicas meet when all gradients are there", "replicas=1"),
+        ("branches", lambda b: slices_in(b) > 1, "stages that are left over follow each other",
+         "branches=1"),
         ("precision", lambda x: x == "fp16", "gradients would have the scale of another step",
          "precision bf16 or fp32"),
     )  # fmt: skip

@@ -102,8 +102,8 @@ class PlannedModel:
 
     @property
     def _of_rank(self) -> Plan:
-        """The plan that a rank runs: all of it, or that of a worker beside servers."""
-        return self.plan.of_worker if self.plan.is_served else self.plan
+        """The plan that a rank runs: its replica's, or that of a worker beside servers."""
+        return self.plan.of_worker if self.plan.is_served else self.plan.of_one_replica
 
     def without_servers(self, what: str) -> None:
         """Raise `StateError` for a call that plans with parameter servers don't have."""
@@ -128,7 +128,7 @@ class PlannedModel:
             check_replicas=self._request.check_replicas,
             replica=self._world.number if self._world else 0,
         )
-        shapes = OtherShapes(plan, self._problem, traced)
+        shapes = OtherShapes(plan, self._problem_of_one, traced)
         if self.plan.is_served:
             return ServedRuntime(
                 checked, traced.model, of_all=self.plan, options=options, at_shape=shapes
