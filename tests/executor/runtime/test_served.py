@@ -333,7 +333,7 @@ def resumed(run: Run, folder: Path) -> tuple[dict[str, torch.Tensor], list[float
     return state, losses, len(other.state)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", tiered((1, 2), (2).__eq__, "states of several servers stay"))
 def test_a_checkpoint_has_the_states_of_all_servers(tmp_path: Path, servers: int) -> None:
     run = Run(servers=servers, optimizer="adamw")
     state, losses, _ = on_ranks(run.ranks, resumed, run, tmp_path)
