@@ -28,5 +28,11 @@ from meshwright.executor.parameters.reducer import Reducer
 from meshwright.executor.parameters.tied import TiedLayout, sum_tied_gradients
 from meshwright.executor.parameters.whole_operands import whole_of
 from meshwright.executor.parameters.whole_tensors import WholeTensors
-from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage
+from meshwright.executor.parameters.zero3 import (
+    check_sharding,
+    collect_gradients,
+    packed,
+    shard_stage,
+    unpacked,
+)
 from meshwright.executor.states_in_files import empty_like, keep_states_in_files

@@ -35,9 +35,8 @@ from typing import Any
 
 import torch
 
-from meshwright.costmodel.quantized import BLOCK
 from meshwright.executor.errors import StateError
-from meshwright.executor.parameters import StageParameter
+from meshwright.executor.parameters import StageParameter, packed, unpacked
 from meshwright.executor.ranks import ReplicaWorld, progress
 from meshwright.executor.ranks.replicas import digest
 from meshwright.executor.resharding import Axis, all_gather_flat
@@ -45,7 +44,6 @@ from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan import OuterLoop
 
 LEARNING_RATE, MOMENTUM = 0.7, 0.9  # of DiLoCo's outer step
-MOST = 127  # of an 8-bit change, times the scale of its block
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -166,10 +164,9 @@ class Meetings:
         """The mean of the replicas' changes, the same bits on all of them."""
         if exact or self.loop.outer_bits == 32:
             return self.world.total(change).div_(self.loop.replicas)
-        rounded, scales = quantized(change)
-        summed = torch.zeros_like(change)
-        for q, s in zip(self.world.gathered(rounded), self.world.gathered(scales), strict=True):
-            summed += dequantized(q, s, change.numel())
+        bits, summed = self.loop.outer_bits, torch.zeros_like(change)
+        for rows in self.world.gathered(packed(change.view(1, -1), bits)):
+            summed += unpacked(rows, change.numel(), bits).view(-1)
         return summed.div_(self.loop.replicas)
 
     def _average_buffers(self) -> None:
@@ -305,20 +302,3 @@ def _shares(runtime: Runtime, names: frozenset[str]) -> list[Share]:
         axis = holders.replicate if divided else holders.data
         shares.append(Share(parameters=parameters, axis=axis, exact=tied))
     return shares
-
-
-# --- changes in 8 bits ----------------------------------------------------------------------------
-
-
-def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [blocks, BLOCK] and fp32 scales [blocks] of a flat fp32 tensor, as
-    `costmodel/quantized.py` says: the largest of a block is 127 times its scale."""
-    blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(dim=1) / MOST
-    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return (blocks / divisors[:, None]).round().to(torch.int8), scales
-
-
-def dequantized(rounded: torch.Tensor, scales: torch.Tensor, numel: int) -> torch.Tensor:
-    """fp32 values of so many elements that were `quantized`."""
-    return (rounded.float() * scales[:, None]).flatten()[:numel]
