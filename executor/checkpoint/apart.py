@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from meshwright.executor.checkpoint.checkpoint import gathered, load, prepared_folder, write
+from meshwright.executor.checkpoint.checkpoint import (
+    gathered,
+    load,
+    prepared_folder,
+    saved_folder,
+    write,
+)
 from meshwright.executor.checkpoint.collected import collect, model_tensors
 from meshwright.executor.checkpoint.replica_parts import (
     IN_COMMON,
@@ -23,7 +29,6 @@ from meshwright.executor.checkpoint.replica_parts import (
     prefix_of,
     replicas_in,
 )
-from meshwright.executor.errors import NotThereError
 from meshwright.executor.files import (
     LocalChunks,
     Manifest,
@@ -111,17 +116,10 @@ def load_apart(
     world, runtime = meetings.world, meetings.runtime
     world.arrive("loading a checkpoint")
     everybody, place = gloo_group(), f"checkpoint {str(path)!r}"
-
-    def opened() -> Manifest:
-        folder = atomic_folder.published(atomic_folder.followed(path))
-        if not folder.exists():
-            raise NotThereError(
-                "there is none", place=place, way_out="it must be a path that was saved to"
-            )
-        return read_checkpoint(folder, place)
-
     with progress.during("loading a checkpoint"):
-        manifest = run_on_first(everybody, opened)
+        manifest = run_on_first(
+            everybody, lambda: read_checkpoint(saved_folder(path, place), place)
+        )
     replicas = replicas_in(manifest)
     alike = replicas is not None and len(replicas["notes"]) == world.count
     replica = world.number if alike else None

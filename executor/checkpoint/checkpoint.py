@@ -388,6 +388,16 @@ def load(
             x.load_state_dict(targets.extra[name])
 
 
+def saved_folder(path: str | Path, place: str) -> Path:
+    """The folder of a checkpoint, as it was published last. Raises FileNotFoundError."""
+    folder = atomic_folder.published(atomic_folder.followed(path))
+    if not folder.exists():
+        raise NotThereError(
+            "there is none", place=place, way_out="it must be a path that was saved to"
+        )
+    return folder
+
+
 def _opened(
     path: str | Path,
     runtime: Runtime,
@@ -399,11 +409,7 @@ def _opened(
     """The folder to read, and its notes. Raises FileNotFoundError or ValueError where this run
     can't load them."""
     _check_extra(extra, "load_state_dict")
-    folder = atomic_folder.published(atomic_folder.followed(path))
-    if not folder.exists():
-        raise NotThereError(
-            "there is none", place=place, way_out="it must be a path that was saved to"
-        )
+    folder = saved_folder(path, place)
     notes = read_notes(of_replica(read_checkpoint(folder, place), replica), runtime, place)
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
