@@ -47,6 +47,7 @@ from meshwright.executor.stages import (
 log = logging.getLogger(__name__)
 
 _MADE = count()  # on all ranks alike
+DRAINING = "call `while result.drain() is not None:` with the optimizer's step before"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class LateSteps:
                 "yet",
                 place=who,
                 legal="a pipeline that is drained",
-                way_out="call `while result.drain() is not None:` with the optimizer's step before",
+                way_out=DRAINING,
             )
 
     def check_feeds(self) -> None:
@@ -117,7 +118,7 @@ class LateSteps:
                 ": the pipeline is drained in part, and goes on when all of it is",
                 place="train_step",
                 legal="a pipeline that is drained, or of which nothing is",
-                way_out="call `while result.drain() is not None:` with the optimizer's step before",
+                way_out=DRAINING,
             )
 
     def check_step(self, step: Step) -> None:
@@ -127,7 +128,7 @@ class LateSteps:
                 ": it has another shape than the last one, of which passes are under way",
                 place="batch",
                 legal="batches of one shape",
-                way_out="call `while result.drain() is not None:` with the optimizer's step before",
+                way_out=DRAINING,
             )
         if step.plan.num_microbatches != self.pipeline.num_microbatches:
             raise BatchError(
