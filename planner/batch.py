@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,13 @@ def batch_rows(example_inputs: Any) -> int:
             way_out="pass a sample batch of any other size; its values don't matter",
         )
     return rows
+
+
+def with_rows(batch: Any, batched: Collection[str], rows: slice | list[int]) -> Any:
+    """These rows of a batch, of its tensors that have rows (`batched`, by path)."""
+    named, spec = input_leaves(batch)
+    leaves = [x[rows] if path in batched else x for path, x in named]
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _check_depth(batch: Any) -> None:

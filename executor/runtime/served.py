@@ -45,7 +45,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from meshwright.executor import ranks
 from meshwright.executor.devices import has_streams
@@ -63,7 +62,7 @@ from meshwright.executor.stages import (
     RunStage,
     follow,
 )
-from meshwright.planner.batch import batch_rows, input_leaves
+from meshwright.planner.batch import batch_rows, with_rows
 from meshwright.planner.plan import Plan, server_of
 
 T = TypeVar("T")
@@ -176,6 +175,11 @@ class WorkerEnd:
         self.arriving: list[tuple[list[dist.Work], torch.Tensor]] = []  # by server, while pushed
         self.sending: list[torch.Tensor] = []  # gradients on their way
 
+    @property
+    def to_first(self) -> Link:
+        """The link to rank 0."""
+        return self.links[0]
+
     def push(self, loss: float, *, rows: int, finite: bool) -> None:
         """Send the gradients of a step, which are let go, and begin to receive the reply."""
         for link, part in zip(self.links, self.parts, strict=True):
@@ -215,13 +219,13 @@ class WorkerEnd:
 
     def mean(self, loss: float, rows: int = 0) -> float:
         """The mean over workers, of as many rows each."""
-        with self._needed(self.links[0]) as link:
+        with self._needed(self.to_first) as link:
             link.tell([TELL, loss, True, rows]).wait()
             return link.hear(ANSWER)[1]
 
     def mean_counts(self, counts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The mean over workers of each count."""
-        with self._needed(self.links[0]) as link:
+        with self._needed(self.to_first) as link:
             link.tell([COUNT, *map(float, counts.values())]).wait()
             means = link.hear(ANSWER)[1:]
         return {
@@ -295,6 +299,11 @@ class ServerEnd:
         for listener in self.listeners.values():
             listener.start()
 
+    @property
+    def to_first(self) -> Link:
+        """The link to rank 0, which itself has none."""
+        return self.others[0]
+
     def serve(self, optimizer: torch.optim.Optimizer) -> float:
         """Serve one round, a push of each worker on average; the mean of the losses told in it, or,
         where all of its pushes came before, in the last one that had some."""
@@ -332,14 +341,13 @@ class ServerEnd:
     def mean(self, *, failed: bool = False) -> float:
         """The mean over workers of what each tells; NaN where rank 0 has `failed`. Collective."""
         if self.rank:
-            return self.others[0].hear(ANSWER)[1]
+            return self.to_first.hear(ANSWER)[1]
         self._await(TELL)
         self._check_alive("eval_step")
         mean = float("nan") if failed else sum(self.told.values()) / len(self.told)
         self.told.clear()
         self.rows.pop(OF_TELL, None)
-        for worker in sorted(self.alive):
-            self.guarded(worker, lambda link: link.tell([TELL, mean], ANSWER).wait())
+        self._answer_all([TELL, mean])
         for link in self.others.values():
             link.tell([TELL, mean], ANSWER).wait()
         return mean
@@ -413,8 +421,11 @@ class ServerEnd:
         told = [self.counts[w] for w in sorted(self.alive)]
         self.counts.clear()
         means = [sum(of) / len(told) for of in zip(*told, strict=True)]
+        self._answer_all([COUNT, *means])
+
+    def _answer_all(self, numbers: Sequence[float]) -> None:
         for worker in sorted(self.alive):
-            self.guarded(worker, lambda link: link.tell([COUNT, *means], ANSWER).wait())
+            self.guarded(worker, lambda link: link.tell(numbers, ANSWER).wait())
 
     def _check_rows(self, worker: int, key: int, rows: float) -> None:
         """Raise `BatchError` where workers have different numbers of rows in a step."""
@@ -745,7 +756,7 @@ class ServedRuntime(Runtime):
 
     def own_rows(self, batch: Any) -> Any:
         """This worker's rows of a global batch: those that it would have on a data axis."""
-        rows, (share, shares) = batch_rows(batch), self.share
+        rows, (_, shares) = batch_rows(batch), self.share
         if rows % shares:
             raise BatchError(
                 f": {shares} workers don't share {rows} rows out",
@@ -754,14 +765,7 @@ class ServedRuntime(Runtime):
                 way_out="pad or drop rows (drop_last=True of a DataLoader)",
             )
         batched = {self.graph.inputs[name] for name in self.graph.batched}
-        named, spec = input_leaves(batch)
-        m = self.plan.microbatches_of(rows // shares)
-
-        def share_of(x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(m, shares, -1, *x.shape[1:])[:, share].flatten(0, 1)
-
-        leaves = [share_of(x) if path in batched else x for path, x in named]
-        return pytree.tree_unflatten(leaves, spec)
+        return with_rows(batch, batched, [*self.rows_of(rows)])
 
     def rows_of(self, rows: int) -> tuple[int, ...]:
         """The numbers of this worker's rows in a global batch of so many."""
@@ -806,8 +810,7 @@ class ServedRuntime(Runtime):
 
     def _told_by_first(self) -> Exception:
         """The error that rank 0 sends."""
-        end = self.end
-        error: Exception = _receive(end.others[0] if isinstance(end, ServerEnd) else end.links[0])
+        error: Exception = _receive(self.end.to_first)
         return error
 
     def gathered(self, mine: T) -> list[T]:
@@ -815,7 +818,7 @@ class ServedRuntime(Runtime):
         after a drain."""
         end = self.end
         if self.here:
-            _send(mine, end.others[0] if isinstance(end, ServerEnd) else end.links[0])
+            _send(mine, end.to_first)
             return []
         assert isinstance(end, ServerEnd)
         every = [mine, *(_receive(link) for link in end.others.values())]
@@ -843,7 +846,7 @@ class ServedRuntime(Runtime):
     def _send_state(self, state: Mapping[str, Any]) -> None:
         """Send the states of a tensor to rank 0, one after the other through the host."""
         assert isinstance(self.end, ServerEnd)
-        link = self.end.others[0]
+        link = self.end.to_first
         tensors = {k: x for k, x in state.items() if isinstance(x, torch.Tensor)}
         shapes = {k: (x.shape, x.dtype) for k, x in tensors.items()}
         _send((shapes, {k: x for k, x in state.items() if k not in tensors}), link)

@@ -20,7 +20,7 @@ from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import ReplicaWorld, launch, progress, replica_world
 from meshwright.executor.runtime import Meetings, RunOptions, Runtime, ServedRuntime
 from meshwright.executor.stages import BatchShape, CheckedPlan
-from meshwright.planner.batch import batch_rows, input_leaves
+from meshwright.planner.batch import batch_rows, input_leaves, with_rows
 from meshwright.planner.plan import Plan, fingerprint, graph_for, slices_at, tensor_multiple
 from meshwright.planner.pricing import Evaluator, cluster_of_replica
 from meshwright.profiles.inputs import MeshwrightError
@@ -184,7 +184,6 @@ class PlannedModel:
         """The rows of a global batch that are this replica's."""
         if self._world is None or batch is None:
             return batch
-        named, spec = input_leaves(batch)
         count, rows = self._world.count, batch_rows(batch)
         if rows % count:
             raise BatchError(
@@ -195,9 +194,7 @@ class PlannedModel:
             )
         share = rows // count
         here = slice(self._world.number * share, (self._world.number + 1) * share)
-        batched = self._traced.batched
-        leaves = [x[here] if path in batched else x for path, x in named]
-        return pytree.tree_unflatten(leaves, spec)
+        return with_rows(batch, self._traced.batched, here)
 
     @property
     def runtime(self) -> Runtime:
