@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -27,7 +28,7 @@ from tests.helpers.source_files import (
     importers,
     is_within,
 )
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import second_tier
 
 # what the executor may know of the planner: the plan, not how it was found
 CONTRACT = ("planner.plan", "planner.operators", "planner.batch")
@@ -226,6 +227,7 @@ ELSEWHERE = {
 }
 
 
+@cache
 def names_in(file: SourceFile) -> set[str]:
     """Identifiers, keywords and the words of string literals that are no prose: of less than three
     words."""
@@ -246,9 +248,7 @@ def names_in(file: SourceFile) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "knob", tiered(KNOBS, "placement".__eq__, "one decision stays; names go into more files seldom")
-)
+@pytest.mark.parametrize("knob", KNOBS)
 def test_a_decision_is_named_in_few_files(knob: str) -> None:
     elsewhere = (OTHERS, *ELSEWHERE.get(knob, ()))
     files = [

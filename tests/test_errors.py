@@ -93,7 +93,6 @@ def bare(file: SourceFile, legal: set[str]) -> list[tuple[int, str]]:
     return [(k, name) for k, name in raised(file) if name not in legal | SIGNALS.keys()]
 
 
-@second_tier("classes of errors and their entries stay; this reads who raises them")
 def test_what_is_raised_is_structured() -> None:
     files = files_in(*PRODUCT)
     legal = structured(files)

@@ -92,7 +92,7 @@ class ParameterPricer:
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch, of.stepping
-        how = self.compressed(value, placement)
+        how = self.compression_of(value, placement)
         known, key = self.known.of(where, Memo), (size, self._parts(value, placement), how)
         return known.of(key, lambda: priced(self._entries(value, placement)))
 
@@ -136,7 +136,7 @@ class ParameterPricer:
         if target.bucket_copies > 0 and holders.size > 1:
             for column in ("reduce_s", "scatter_s", "zero3_scatter_s"):
                 yield streamed(column, "copy", 2 * reduced)
-        if how := self.compressed(value, placement):
+        if how := self.compression_of(value, placement):
             yield from self._compressed_sum(*how, holders)
         else:
             yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
@@ -150,7 +150,7 @@ class ParameterPricer:
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         yield from self._stepped(value, placement)
 
-    def compressed(
+    def compression_of(
         self, value: str, placement: Placement
     ) -> tuple[Compression, tuple[int, int]] | None:
         """The compression of a parameter's gradient, and the sides of the matrix that it is on a
@@ -171,7 +171,7 @@ class ParameterPricer:
     def compressing_bytes(self, value: str, placement: Placement) -> tuple[float, float, float]:
         """Bytes of the compressed sum of a parameter's gradient: while it is under way, and for a
         moment at its start and its end; none of one that is summed as it is."""
-        if (found := self.compressed(value, placement)) is None:
+        if (found := self.compression_of(value, placement)) is None:
             return 0.0, 0.0, 0.0
         (how, sides), ranks = found, self.holders(value, placement)
         moments = how.moment_bytes(*sides, self.setting.gradient_bytes)
@@ -340,7 +340,7 @@ class ParameterPricer:
         optimizer, shards = self.setting.optimizer, self.shard_count(value, placement)
         sides = self.matrices.get(value)
         remembered = 0.0
-        if how := self.compressed(value, placement):  # and nothing is divided
+        if how := self.compression_of(value, placement):  # and nothing is divided
             remembered = how[0].memory_bytes(*how[1])
         if sides is None:
             nbytes = optimizer.moments * numel

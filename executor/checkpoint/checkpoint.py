@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.costmodel.sharing import Sharing
 from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.collected import (
     Collected,
@@ -76,12 +77,14 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime import RankState, Runtime, group_of
 from meshwright.executor.stages import follow
+from meshwright.planner.plan import Plan, PlanError
 from meshwright.profiles.inputs import ArgumentError, shown
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = "meshwright.compressed"  # beside the user's objects
-_LAYOUT = ("blocks", "ranks", "mesh", "zero", "compressed", "shardings", "precision")
+REMEMBERED = "meshwright.remembered"  # beside the user's objects
+# what a rank's part of a parameter depends on, of its stage
+_LAYOUT = ("blocks", "ranks", "mesh", *(f.name for f in fields(Sharing)), "shardings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,32 +272,28 @@ def _remembers(runtime: Runtime, notes: Mapping[str, Any], place: str) -> bool:
     same parameters. What is dropped is logged."""
     if REMEMBERED not in notes[EXTRA]:
         return False
-    saved, running = _layouts(notes.get("plan")), _layouts(json.loads(runtime.plan.to_json()))
-    if saved != running and not runtime.place.rank:
-        unlike = sorted(
-            {
-                key
-                for a, b in zip(saved, running, strict=False)
-                for key in _LAYOUT
-                if a[key] != b[key]
-            }
-        )
-        differs = ", ".join(unlike) if len(saved) == len(running) else "another number of them"
+    unlike = _unlike(notes.get("plan"), runtime.plan)
+    if unlike and not runtime.place.rank:
         log.warning(
             "%s: errors of compressed gradients that it has are dropped, and begin at zero, as its "
             "stages differ from this plan's (%s)",
             place,
-            differs,
+            ", ".join(unlike),
         )
-    return saved == running
+    return not unlike
 
 
-def _layouts(plan: Any) -> list[dict[str, Any]]:
-    """Layouts of the stages of a plan as JSON, on which the parts of ranks depend."""
-    if not isinstance(plan, dict):
-        return []
-    stages = [{**plan, **stage} for stage in plan.get("stages", [])]
-    return [{key: stage.get(key) for key in _LAYOUT} for stage in stages]
+def _unlike(noted: Any, plan: Plan) -> list[str]:
+    """What parts of ranks depend on, as far as a noted plan has it otherwise."""
+    try:
+        saved = Plan.from_json(json.dumps(noted))
+    except PlanError:
+        return ["no plan that can be read"]
+    if len(saved.stages) != len(plan.stages):
+        return ["another number of them"]
+    pairs = [*zip(saved.stages, plan.stages, strict=True)]
+    unlike = [x for x in _LAYOUT if any(getattr(a, x) != getattr(b, x) for a, b in pairs)]
+    return unlike + ["precision"] * (saved.precision != plan.precision)
 
 
 def prepared_folder(path: str | Path) -> tuple[Path, Path]:

@@ -9,6 +9,7 @@ parameters under every plan, as with all optimizers; Muon's matrices are stepped
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -64,10 +65,11 @@ class _LayerWise(torch.optim.Optimizer):
                 self._step_one(p, p.grad, self.state[p], group)
         return loss
 
+    @abstractmethod
     def _step_one(
         self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: dict[str, Any]
     ) -> None:
-        raise NotImplementedError
+        """Step one parameter with its gradient."""
 
 
 class LAMB(_LayerWise):

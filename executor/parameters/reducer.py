@@ -41,7 +41,7 @@ from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, local_part, reduce_scatter_flat, split_parts
 
-# ("all_reduce", "reduce_scatter" or "compressed", axis), in order
+# ("all_reduce", "reduce_scatter" or "approximate", axis), in order
 Collectives = tuple[tuple[str, Axis], ...]
 
 
@@ -64,7 +64,7 @@ class Bucket:
     reduced over `replicas`. `waiting` are
     the views (by number) that the current backward has not filled; `running` is the reduction under
     way. A bucket of one large gradient has no buffer of its own: autograd's is reduced.
-    `compressed` sums it over the data axis where its collectives say so. `to_host`: the way there
+    `approximate` sums it over the data axis where its collectives say so. `to_host`: the way there
     of results that are reduced no further.
     """
 
@@ -77,7 +77,7 @@ class Bucket:
     shard: torch.Tensor | None = None
     waiting: set[int] = field(default_factory=set)
     running: Iterator[None] | None = None
-    compressed: CompressedSum | None = None
+    approximate: CompressedSum | None = None
     to_host: GradientsToHost | None = None
 
     def add(self, view: _BucketView, gradient: torch.Tensor) -> torch.Tensor:
@@ -118,9 +118,9 @@ class Bucket:
         """Run the collectives one after the other; yields while the first, or one of a compressed
         sum, is under way."""
         for k, (kind, axis) in enumerate(self.collectives):
-            if kind == "compressed":
-                assert self.compressed is not None
-                yield from self.compressed.run(x, axis)
+            if kind == "approximate":
+                assert self.approximate is not None
+                yield from self.approximate.run(x, axis)
                 continue
             if kind == "reduce_scatter":
                 x, work = reduce_scatter_flat(x, axis)
@@ -146,7 +146,7 @@ class Bucket:
 
     def advance(self) -> None:
         """Go on to the next collective of a compressed sum."""
-        if self.compressed is not None and self.running is not None:
+        if self.approximate is not None and self.running is not None:
             next(self.running, None)
 
     def give_gradients(self) -> None:
@@ -313,8 +313,8 @@ class Reducer:
     @property
     def memories(self) -> list[Memory]:
         """Memories of compressed sums, from step to step."""
-        sums = (bucket.compressed for bucket in self.buckets if bucket.compressed is not None)
-        return [memory for compressed in sums for memory in compressed.memories]
+        sums = (bucket.approximate for bucket in self.buckets)
+        return [memory for one in sums if one is not None for memory in one.memories]
 
     def flush(self) -> None:
         """After the last backward of the step: start the buckets that did not fill."""
@@ -354,7 +354,7 @@ def _collectives(p: StageParameter, place: Place) -> Collectives:
     if p.scattered:
         collectives += [("reduce_scatter", holders.shard), ("all_reduce", holders.replicate)]
     elif p.sum_data:
-        kind = "compressed" if compression_of(p, holders.data) else "all_reduce"
+        kind = "approximate" if compression_of(p, holders.data) else "all_reduce"
         collectives.append((kind, holders.data))
     return tuple((kind, axis) for kind, axis in collectives if axis.size > 1)
 
@@ -389,12 +389,12 @@ def _bucket(
         columns = p.leaf.numel() // rows
         views.append(_BucketView(parameter=p, start=offset, stop=offset + columns))
         offset += columns
-    compressed, how = None, parameters[0].sharing.compression
-    if how is not None and collectives[-1][0] == "compressed":
+    approximate, how = None, parameters[0].sharing.compression
+    if how is not None and collectives[-1][0] == "approximate":
         memories = [Memory.of(p.fqn, p.leaf.shape, how, place.device) for p in parameters]
-        compressed = CompressedSum(how=how, memories=memories)
+        approximate = CompressedSum(how=how, memories=memories)
     return Bucket(
-        compressed=compressed,
+        approximate=approximate,
         views=views,
         rows=rows,
         collectives=collectives[:after],

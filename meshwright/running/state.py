@@ -109,10 +109,10 @@ class State(PlannedModel):
         elif matrices:
             params = [*params]
             matrices = chosen_matrices(params, held)
-        stages = [(s.zero > 0, s.tp > 1, s.dp * s.tp * s.cp > 1) for s in self.plan.stages]
+        stages = [(s.divides, s.tp > 1, s.dp * s.tp * s.cp > 1) for s in self.plan.stages]
         whole = stepped_whole(
             make, options, name=name, matrices=matrices, held=held,
-            cut=any((zero and several) or tp for zero, tp, several in stages),
+            cut=any((divided and several) or tp for divided, tp, several in stages),
             several=any(several for _, _, several in stages),
         )  # fmt: skip
         try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.schedules import Pipeline, in_flight
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline, in_flight
 from meshwright.planner import inter_op
 from meshwright.planner.branches import Shape, compositions, shapes_of
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
@@ -254,8 +254,9 @@ def apart_drafts(
 def _in_pipelines(
     unequal: UnequalStages, share: Share, options: Sequence[Option], names: Sequence[str], m: int
 ) -> Iterator[tuple[list[StageDraft], Pipeline]]:
+    taken = [SCHEDULES[name] for name in names if SCHEDULES[name].branched]
     for offered in unequal.space.schedules(len(set(share.groups)), m):
-        if offered.schedule not in names or not offered.record.branched:
+        if offered.record not in taken:
             continue
         pipeline = offered._replace(
             num_stages=len(share.stages), depths=share.depths, groups=share.groups

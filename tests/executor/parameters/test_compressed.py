@@ -358,7 +358,7 @@ def resumes(folder: Path) -> list[Any]:
         assert change is plain or not remembers(elsewhere)
         assert change.step(elsewhere, optimizer, 2) == pytest.approx(whole[0], rel=1e-5)
         assert change is plain or remembers(elsewhere)
-    with pytest.raises(ArgumentError, match=r"has the name 'meshwright.compressed'"):
+    with pytest.raises(ArgumentError, match=r"has the name 'meshwright.remembered'"):
         checkpoint.save(runtime, folder / "named", extra={checkpoint.REMEMBERED: optimizer})
     checkpoint.save(elsewhere, folder / "plain", optimizer)
     anew, _, warned = loaded(run, folder / "plain")
