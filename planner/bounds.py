@@ -124,11 +124,13 @@ class Bounds:
 
     def _sent_s(self, one: Combination) -> float:
         """Seconds of one micro-batch's messages in one direction, at least: at the cuts where they
-        are shortest, and where only every so many-th crosses a node, no more of them."""
+        are shortest, and where only every so many-th crosses a node or a pool, no more of them."""
         mesh, cluster, pipeline = one.setup.mesh, self.space.cluster, one.pipeline
         sends = sum(a != b for a, b in itertools.pairwise(pipeline.device_of))
         seconds = np.sort(one.setup.chain.send_s[self.equal.cuts[1:-1]])
         beside = mesh.spread if mesh.spread > 1 else cluster.devices_per_node // mesh.devices
+        if cluster.num_pools > 1:
+            beside = max(beside, cluster.pool_devices // mesh.devices)
         if cluster.num_nodes == 1 or beside <= 1:
             return float(_first(seconds, sends).sum())
         crossing = max(0, math.ceil(pipeline.num_devices / beside) - 1) * pipeline.each * beside

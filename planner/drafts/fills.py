@@ -20,12 +20,15 @@ def filling_s(pipeline: Pipeline, costs: StageCosts[Any], *, validated: bool = F
     return np.maximum(fill - f, 0.0) if validated and pipeline.record.staggered else fill
 
 
-def in_turn_s(pipeline: Pipeline, one_s: float) -> float:
+def in_turn_s(pipeline: Pipeline, one_s: float, send_s: float) -> float:
     """Lower bound on the seconds of the m micro-batches of a copy of the model, `one_s` to the last
-    stage and back: a micro-batch enters when the Nth before it is back, N those in flight on the
-    first stage, ⌈m/N⌉ · one_s in all."""
+    stage and back. A micro-batch enters when the Nth before it is back, N those in flight on the
+    first stage: ⌈m/N⌉ · one_s in all. Between two stages, `send_s` a message, one message follows
+    the other: one_s + (m-1) · send_s, and where steps don't end together m · send_s."""
     microbatches = pipeline.num_microbatches / pipeline.record.copies
-    return math.ceil(microbatches / in_flight(pipeline, 0)) * one_s
+    flushed = pipeline.record.flushes
+    sent_s = (microbatches - flushed) * send_s + flushed * one_s
+    return max(math.ceil(microbatches / in_flight(pipeline, 0)) * one_s, sent_s)
 
 
 @lru_cache(maxsize=1024)

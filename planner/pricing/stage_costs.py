@@ -365,39 +365,45 @@ class StageCoster:
         key = (block.name, layouts.degree, assignment.choices, tuple(inputs.values()))
         return known.of(key, lambda: KnownSteps(moves(layouts, assignment, inputs)))
 
-    def send_seconds(self, setting: operators.Setting, split: Sequence[bool]) -> Floats:
-        """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
-        between two stages with this mesh, in parts over the tensor axis where they are `split`;
-        where some neighbours share a node and others don't, on average."""
-        node, devices = self.cluster.devices_per_node, setting.mesh.devices
-        # of the stages that share a node in pipeline order, one sends to the next node
-        share = min(1.0, devices / node) if self.cluster.num_nodes > 1 else 0.0
-        if setting.mesh.spread > 1:  # so many neighbours lie in one node
-            share = 1.0 / setting.mesh.spread
-        inside, border = min(devices, max(1, node // 2)), max(node, devices)
-        pairs = (
-            (share, range(border - devices, border), range(border, border + devices)),
-            (1 - share, range(inside), range(inside, 2 * inside)),
-        )
-
-        tp = setting.mesh.tp
-
-        def seconds(nbytes: float, in_parts: bool) -> float:
-            of_rank = (nbytes / tp, 1) if in_parts else (nbytes, tp)
-            return sum(
-                part * self.message_s(of_rank[0], *ends, tp=of_rank[1])
-                for part, *ends in pairs
-                if part
-            )
-
+    def send_seconds(
+        self, setting: operators.Setting, split: Sequence[bool]
+    ) -> tuple[Floats, Floats]:
+        """(K+1,) each: seconds to send the activations at each boundary, one micro-batch, one
+        direction, between two stages with this mesh, in parts over the tensor axis where they are
+        `split`: on average over all neighbours, and between those that take longest."""
+        tp, pairs = setting.mesh.tp, self._neighbours(setting.mesh)
+        shares = np.array([share for share, *_ in pairs])
         pricer, cuts = self.pricer(setting), self.activations_at_cuts
         sent = self._known.sent_bytes.of(
             (pricer.setting.mesh, pricer.setting.batch),
             lambda: [sum(map(pricer.nbytes, values)) for values in cuts],
         )
         sends = [*zip(sent, split, strict=True)]
+
+        def seconds(nbytes: float, in_parts: bool) -> list[float]:
+            of_rank = (nbytes / tp, 1) if in_parts else (nbytes, tp)
+            return [self.message_s(of_rank[0], *ends, tp=of_rank[1]) for _, *ends in pairs]
+
         known = {send: seconds(*send) for send in set(sends)}
-        return np.array([known[send] for send in sends])
+        of_pairs = np.array([known[send] for send in sends])
+        return of_pairs @ shares, of_pairs.max(axis=1)
+
+    def _neighbours(self, mesh: Mesh) -> list[tuple[float, range, range]]:
+        """Ranks of two neighbours in the order of a pipeline: in a node, in two, and in two pools,
+        each with the share of all neighbours that lie so."""
+        cluster, devices = self.cluster, mesh.devices
+        node, pool = cluster.devices_per_node, cluster.pool_devices
+        # of the stages that share a node in pipeline order, one sends to the next node
+        apart = min(1.0, devices / node) if cluster.num_nodes > 1 else 0.0
+        if mesh.spread > 1:  # so many neighbours lie in one node
+            apart = 1.0 / mesh.spread
+        far = min(apart, devices / pool) if cluster.num_pools > 1 else 0.0
+        inside = min(devices, max(1, node // 2))
+        pairs = [(1 - apart, range(inside), range(inside, 2 * inside))]
+        for share, length in ((apart - far, node), (far, pool)):
+            border = max(length, devices)
+            pairs.append((share, range(border - devices, border), range(border, border + devices)))
+        return [pair for pair in pairs if pair[0]]
 
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:

@@ -81,10 +81,11 @@ class Chain:
     recompute policies that the user decided; blocks of one of the `kinds`, numbered from 0 in the
     order of their first, have both and the numbers of states at their ends in common. `cuts` are
     the states that each of the K+1 boundaries may have, `sends` gives the seconds (K+1,) to send
-    the activations there, split over the tensor axis or not. Parameters that several blocks read
-    are `stored` in one state; `shared` has, of each, which blocks read it and the sums and seconds
-    of one copy. `price` gives the sums of a block between two boundary states. Stages start and end
-    `at` C of the boundaries; the blocks between two of those are a piece.
+    the activations there, split over the tensor axis or not, on average and over the slowest link.
+    Parameters that several blocks read are `stored` in one state; `shared` has, of each, which
+    blocks read it and the sums and seconds of one copy. `price` gives the sums of a block between
+    two boundary states. Stages start and end `at` C of the boundaries; the blocks between two of
+    those are a piece.
     """
 
     setting: Setting
@@ -96,7 +97,7 @@ class Chain:
     kinds: Sequence[int]
     cuts: Sequence[Sequence[Placement]]
     stored: Mapping[str, Placement]
-    sends: Callable[[Sequence[bool]], Floats]
+    sends: Callable[[Sequence[bool]], tuple[Floats, Floats]]
     shared: Sequence[tuple[Sequence[bool], Sums, float]]
     price: Callable[[BlockTable, tuple[int, ...]], Sums]
     # kind of block and its two boundary states: its sums
@@ -105,7 +106,8 @@ class Chain:
     _assignments: dict[tuple[int, int, int], Assignment] = field(default_factory=dict, init=False)
     _kinds: dict[int, Kind] = field(default_factory=dict, init=False)
     _typical: dict[int, Sums] = field(default_factory=dict, init=False)
-    _typical_sends: dict[int, float] = field(default_factory=dict, init=False)  # by stages
+    # by stages
+    _typical_sends: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
 
     @cached_property
     def costs(self) -> list[Floats]:
@@ -116,15 +118,16 @@ class Chain:
                 matrices.append(_matrix(table, len(self.cuts[j]), len(self.cuts[j + 1])))
         return [matrices[kind] for kind in self.kinds]
 
-    def typical_send_s(self, stages: int) -> float:
+    def typical_send_s(self, stages: int) -> tuple[float, float]:
         """Seconds of the mean send between so many stages in a row, each cut at the cheapest
-        boundary within half a stage of where even stages end."""
+        boundary within half a stage of where even stages end, and of one over the slowest link."""
         if stages not in self._typical_sends:
             at, size = np.array(self.at), len(self.blocks) / stages
             off = np.abs(at[None] - size * np.arange(1, max(stages, 2))[:, None])  # (stages - 1, C)
             near = off <= np.maximum(size / 2, off.min(axis=1, keepdims=True))
-            least_s = np.where(near, self.send_s[at], np.inf).min(axis=1)
-            self._typical_sends[stages] = float(least_s.mean())
+            of_links = (np.where(near, s[at], np.inf).min(axis=1) for s in self.sends_s)
+            mean_s, longest_s = (float(least_s.mean()) for least_s in of_links)
+            self._typical_sends[stages] = mean_s, longest_s
         return self._typical_sends[stages]
 
     # --- the whole model, roughly ---
@@ -310,10 +313,16 @@ class Chain:
         return np.array([self.costs[j][s, t] for j, (s, t) in enumerate(pairs)])
 
     @cached_property
-    def send_s(self) -> Floats:
-        """(K+1,): seconds to send the activations at each boundary, in the state of the path."""
+    def sends_s(self) -> tuple[Floats, Floats]:
+        """(K+1,) each: seconds to send the activations at each boundary, in the state of the path:
+        on average, and over the slowest link."""
         states = zip(self.cuts, self.states, strict=True)
         return self.sends([of_cut[s].sharded for of_cut, s in states])
+
+    @property
+    def send_s(self) -> Floats:
+        """(K+1,): seconds to send the activations at each boundary, on average."""
+        return self.sends_s[0]
 
     @cached_property
     def _of_blocks(self) -> Sums:

@@ -148,5 +148,27 @@ def test_stages_smaller_than_a_node_cross_nodes_in_proportion() -> None:
             p2p_time(16 * 32 * 4, on, crosses_node=crosses, concurrent=min(devices, 4))
             for crosses in (True, False)
         )
-        sent = coster.send_seconds(setting, [False] * (len(of.graph.blocks) + 1))[2]
+        sent = coster.send_seconds(setting, [False] * (len(of.graph.blocks) + 1))[0][2]
         assert sent == pytest.approx(share * far + (1 - share) * near)
+
+
+def test_stages_smaller_than_a_pool_cross_pools_in_proportion() -> None:
+    """Four nodes of four devices in two pools: of the stages of a pool one sends to the other."""
+    of, on = case("llama"), cluster(4, nodes=4, bandwidth=1e10, node_bandwidth=1e8)
+    link = dataclasses.replace(on.inter_link, bandwidth=1e6, latency_s=0.01)
+    on = dataclasses.replace(on, num_pools=2, pool_link=link)
+    coster = StageCoster(problem_of(of, on, "fp32"))
+    nbytes, not_split = 16 * 32 * 4, [False] * (len(of.graph.blocks) + 1)
+    for devices, node, pool in ((1, 1 / 4, 1 / 8), (2, 1 / 2, 1 / 4), (4, 1, 1 / 2), (8, 1, 1)):
+        setting = coster.setting(Mesh(dp=devices, tp=1), Batch(rows=1, microbatches=MICROBATCHES))
+        inside, near, far = (
+            p2p_time(
+                nbytes, on, crosses_node=crosses, concurrent=min(devices, 4),
+                over_pools=devices * leaves,
+            )
+            for crosses, leaves in ((False, False), (True, False), (True, True))
+        )  # fmt: skip
+        mean_s, longest_s = coster.send_seconds(setting, not_split)
+        shared_out = (1 - node) * inside + (node - pool) * near + pool * far
+        assert mean_s[2] == pytest.approx(shared_out)
+        assert longest_s[2] == pytest.approx(far)
