@@ -284,7 +284,7 @@ def _remembers(runtime: Runtime, notes: Mapping[str, Any], place: str) -> bool:
 
 
 def _unlike(noted: Any, plan: Plan) -> list[str]:
-    """What parts of ranks depend on, as far as a noted plan has it otherwise."""
+    """The decisions, of those that parts of ranks depend on, that a noted plan has otherwise."""
     try:
         saved = Plan.from_json(json.dumps(noted))
     except PlanError:
