@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, fields, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from meshwright.costmodel.sharing import Sharing
@@ -46,6 +47,11 @@ class Mesh:
     def devices(self) -> int:
         return self.dp * self.cp * self.tp
 
+    def ranks_of(self, group: int) -> tuple[int, ...]:
+        """Ranks of a device group among others of this mesh, of which `spread` lie between each
+        other's data ranks."""
+        return _ranks_of(self.dp, self.tp * self.cp, self.spread, group)
+
     @property
     def alone(self) -> Mesh:
         """The mesh with the smallest data axis over which the experts can be shared out."""
@@ -56,6 +62,13 @@ class Mesh:
     def holders(self) -> int:
         """Ranks that hold the same parts of weights: those of the data and the context axis."""
         return self.dp * self.cp
+
+
+@lru_cache(maxsize=4096)
+def _ranks_of(data: int, inner: int, spread: int, group: int) -> tuple[int, ...]:
+    region, offset = divmod(group, spread)
+    first = region * spread * data * inner + offset * inner
+    return tuple(first + k * spread * inner + j for k in range(data) for j in range(inner))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ by relaxations (`Loads`) until the least of all is one that was raised.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,18 +123,15 @@ class Bounds:
         return bound_s
 
     def _sent_s(self, one: Combination) -> float:
-        """Seconds of one micro-batch's messages in one direction, at least: at the cuts where they
-        are shortest, and where only every so many-th crosses a node or a pool, no more of them."""
-        mesh, cluster, pipeline = one.setup.mesh, self.space.cluster, one.pipeline
-        sends = sum(a != b for a, b in itertools.pairwise(pipeline.device_of))
-        seconds = np.sort(one.setup.chain.send_s[self.equal.cuts[1:-1]])
-        beside = mesh.spread if mesh.spread > 1 else cluster.devices_per_node // mesh.devices
-        if cluster.num_pools > 1:
-            beside = max(beside, cluster.pool_devices // mesh.devices)
-        if cluster.num_nodes == 1 or beside <= 1:
-            return float(_first(seconds, sends).sum())
-        crossing = max(0, math.ceil(pipeline.num_devices / beside) - 1) * pipeline.each * beside
-        return float(_first(seconds, 1).sum()) * min(sends, crossing)
+        """Seconds of one micro-batch's messages in one direction, at least: over each link at the
+        cuts where they are shortest."""
+        hops = self.equal.programs.coster.hops(one.setup.mesh, one.pipeline)
+        cuts = self.equal.cuts[1:-1]
+        return sum(
+            float(_first(np.sort(one.setup.chain.sends_s(hop)[cuts]), count).sum())
+            for hop, count in Counter(hops).items()
+            if hop
+        )
 
 
 def _work(loads: Loads, seconds: Floats, again_s: Floats, room: float) -> Work:

@@ -11,4 +11,4 @@ from meshwright.costmodel.kernels.collectives import (
     reached_part,
 )
 from meshwright.costmodel.kernels.compute import attention_seconds, matmul_seconds, stream_seconds
-from meshwright.costmodel.kernels.transfers import OpProfile, crosses_node, send_seconds
+from meshwright.costmodel.kernels.transfers import Hop, Hops, OpProfile, crosses_node, send_seconds

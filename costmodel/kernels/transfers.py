@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -55,6 +55,17 @@ def send_seconds(
     gathering = group_for(cluster, size=parts, stride=1)
     seconds += collective_time("all_gather", nbytes, gathering, cluster)
     return seconds * (profile.correction(linked(MESSAGES, crosses=crosses)) if profile else 1.0)
+
+
+class Hop(NamedTuple):
+    """What a message from one device group to another crosses, for some rank."""
+
+    over_nodes: bool
+    over_pools: bool
+
+
+# between each stage and the next; None where both are on one device group
+Hops: TypeAlias = tuple[Hop | None, ...]
 
 
 @lru_cache(maxsize=4096)

@@ -10,12 +10,10 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
@@ -403,17 +401,8 @@ def _ranks(
         placed = place_stages(sizes, cluster)
         return [placed[device] for device in pipeline.groups]
     if pipeline.each > 1 or meshes[0].spread > 1:
-        return [*map(spread_ranks, meshes, pipeline.device_of)]
+        return [mesh.ranks_of(k) for mesh, k in zip(meshes, pipeline.device_of, strict=True)]
     return place_stages([mesh.devices for mesh in meshes], cluster)
-
-
-@lru_cache(maxsize=4096)
-def spread_ranks(mesh: Mesh, group: int) -> tuple[int, ...]:
-    """Ranks of the device group: `mesh.spread` groups lie between each other's data ranks."""
-    inner, spread = mesh.tp * mesh.cp, mesh.spread
-    region, offset = divmod(group, spread)
-    first = region * spread * mesh.devices + offset * inner
-    return tuple(first + data * spread * inner + k for data in range(mesh.dp) for k in range(inner))
 
 
 def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:

@@ -283,14 +283,16 @@ class EqualStages:
             record, m, groups = pipeline.record, pipeline.num_microbatches, pipeline.num_devices
             per_group = pipeline.each / record.copies
             work, stages = self._work(setup.mesh, m, groups), round(groups * per_group)
-            send, longest = setup.chain.typical_send_s(stages) if groups > 1 else (0.0, 0.0)
+            sent, longest = setup.chain.typical_sends_s(
+                self.programs.coster.hops(setup.mesh, pipeline)
+            )
             uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
-            exposed = 0.0 if record.hides_sends else 2 * send * (1 - 1 / pipeline.num_stages)
+            exposed = 0.0 if record.hides_sends else 2 * sent / stages
             fill = float(record.fill_s(f, b, w, pipeline.shape))
             fill = max(0.0, fill - f * (setup.validated and record.staggered))
             turn = f + b + after / m
             even = m * per_group * (turn + exposed) * uneven + (groups - 1) * fill
-            one_s = stages * (f + b - w) + (stages - 1) * 2 * send
+            one_s = stages * (f + b - w) + 2 * sent
             yield max(even, in_turn_s(pipeline, one_s * (not setup.paired), longest))
 
     def _overfull(
@@ -575,13 +577,11 @@ class EqualStages:
         """Seconds that a cut takes at least, as micro-batches wait for those in flight."""
         setup, pipeline = combination.setup, combination.pipeline
         stages = cut[: pipeline.num_stages // pipeline.record.copies]
-        places = pipeline.device_of
-        pairs = zip(stages, places, places[1 : len(stages)], strict=False)
-        stops = [stage.stop for stage, here, there in pairs if here != there]
-        mean_s, longest_s = (s[stops] for s in setup.chain.sends_s)
+        hops = zip(stages, self.programs.coster.hops(setup.mesh, pipeline), strict=False)
+        sends = [float(setup.chain.sends_s(hop)[stage.stop]) for stage, hop in hops if hop]
         through_s = sum(c.forward_s + c.backward_s - c.weight_s for c in (s.costs for s in stages))
-        one_s = (through_s + 2 * float(mean_s.sum())) * (not setup.paired)
-        return in_turn_s(pipeline, one_s, min(longest_s.tolist(), default=0.0))
+        one_s = (through_s + 2 * sum(sends)) * (not setup.paired)
+        return in_turn_s(pipeline, one_s, max(sends, default=0.0))
 
     def spare_bytes(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Bytes that the fullest device of a cut has left as the levels of its stages have it."""

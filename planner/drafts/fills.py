@@ -24,11 +24,13 @@ def in_turn_s(pipeline: Pipeline, one_s: float, send_s: float) -> float:
     """Lower bound on the seconds of the m micro-batches of a copy of the model, `one_s` to the last
     stage and back. A micro-batch enters when the Nth before it is back, N those in flight on the
     first stage: ⌈m/N⌉ · one_s in all. Between two stages, `send_s` a message, one message follows
-    the other: one_s + (m-1) · send_s, and where steps don't end together m · send_s."""
+    the other: one_s + (m-1) · send_s. Where steps don't end together, m/N · one_s and m · send_s.
+    """
     microbatches = pipeline.num_microbatches / pipeline.record.copies
-    flushed = pipeline.record.flushes
-    sent_s = (microbatches - flushed) * send_s + flushed * one_s
-    return max(math.ceil(microbatches / in_flight(pipeline, 0)) * one_s, sent_s)
+    turns = microbatches / in_flight(pipeline, 0)
+    if not pipeline.record.flushes:
+        return max(turns * one_s, microbatches * send_s)
+    return max(math.ceil(turns) * one_s, one_s + (microbatches - 1) * send_s)
 
 
 @lru_cache(maxsize=1024)

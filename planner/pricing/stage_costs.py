@@ -3,9 +3,11 @@ stages are their sums. Nothing is decided here, and no solver is loaded."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -24,7 +26,7 @@ from meshwright.costmodel.blocks import (
 )
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
-from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.kernels import Hop, Hops, crosses_node, send_seconds
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import (
     CONTEXT_KINDS,
@@ -38,6 +40,7 @@ from meshwright.costmodel.mesh import (
     Stepping,
 )
 from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharding import (
     Assignment,
     BlockLayouts,
@@ -64,6 +67,9 @@ from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
 Decided: TypeAlias = tuple[str, str, States]  # class of a block, its choices, its inputs' states
+
+# the share of neighbours that lie so, and the ranks of two
+Neighbours: TypeAlias = Mapping[Hop, tuple[float, tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,9 @@ class _Known:
     layouts: Memo[tuple[str, int], BlockLayouts] = field(default_factory=Memo)
     steps: Memo[tuple[str, int, str, States], KnownSteps] = field(default_factory=Memo)
     # bytes of the activations at each boundary, by the setting of a pass
-    sent_bytes: Memo[tuple[Mesh, Batch], list[float]] = field(default_factory=Memo)
+    sent_bytes: Memo[tuple[Mesh, Batch, bool], list[float]] = field(default_factory=Memo)
+    neighbours: Memo[Mesh, Neighbours] = field(default_factory=Memo)
+    hops: Memo[tuple[Mesh, Pipeline], Hops] = field(default_factory=Memo)
     # class of a block: positions of the operators that each recompute policy repeats
     repeated: Memo[str, Repeated] = field(default_factory=Memo)
 
@@ -174,6 +182,13 @@ class StageCoster:
     def activations_at_cuts(self) -> list[tuple[str, ...]]:
         """Values that are sent where a stage ends before block k, for k = 0..K."""
         return [*activations_at_cuts(self.graph), ()]
+
+    @cached_property
+    def _passed_at_cuts(self) -> list[tuple[str, ...]]:
+        """Values that block k-1 makes and block k reads, for k = 0..K."""
+        pairs = pairwise(self.graph.blocks)
+        passed = (tuple(v for v in a.outputs if v in b.inputs) for a, b in pairs)
+        return [(), *passed, ()]
 
     @cached_property
     def message_s(self) -> Callable[..., float]:
@@ -366,44 +381,64 @@ class StageCoster:
         return known.of(key, lambda: KnownSteps(moves(layouts, assignment, inputs)))
 
     def send_seconds(
-        self, setting: operators.Setting, split: Sequence[bool]
-    ) -> tuple[Floats, Floats]:
-        """(K+1,) each: seconds to send the activations at each boundary, one micro-batch, one
-        direction, between two stages with this mesh, in parts over the tensor axis where they are
-        `split`: on average over all neighbours, and between those that take longest."""
-        tp, pairs = setting.mesh.tp, self._neighbours(setting.mesh)
-        shares = np.array([share for share, *_ in pairs])
-        pricer, cuts = self.pricer(setting), self.activations_at_cuts
+        self, setting: operators.Setting, split: Sequence[bool], hop: Hop | None = None
+    ) -> Floats:
+        """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
+        between two stages with this mesh, in parts over the tensor axis where they are `split`: on
+        average over all neighbours, or over a `hop` the least that is sent there, what the block
+        before makes and the one behind reads."""
+        pricer, tp = self.pricer(setting), setting.mesh.tp
+        values = self._passed_at_cuts if hop else self.activations_at_cuts
         sent = self._known.sent_bytes.of(
-            (pricer.setting.mesh, pricer.setting.batch),
-            lambda: [sum(map(pricer.nbytes, values)) for values in cuts],
+            (pricer.setting.mesh, pricer.setting.batch, hop is None),
+            lambda: [sum(map(pricer.nbytes, names)) for names in values],
         )
-        sends = [*zip(sent, split, strict=True)]
+        neighbours = self._neighbours(setting.mesh)
+        shares = {hop: 1.0} if hop else {hop: share for hop, (share, *_) in neighbours.items()}
 
-        def seconds(nbytes: float, in_parts: bool) -> list[float]:
+        def seconds(nbytes: float, in_parts: bool) -> float:
             of_rank = (nbytes / tp, 1) if in_parts else (nbytes, tp)
-            return [self.message_s(of_rank[0], *ends, tp=of_rank[1]) for _, *ends in pairs]
+            return sum(
+                share * self.message_s(of_rank[0], *neighbours[hop][1:], tp=of_rank[1])
+                for hop, share in shares.items()
+            )
 
+        sends = [*zip(sent, split, strict=True)]
         known = {send: seconds(*send) for send in set(sends)}
-        of_pairs = np.array([known[send] for send in sends])
-        return of_pairs @ shares, of_pairs.max(axis=1)
+        return np.array([known[send] for send in sends])
 
-    def _neighbours(self, mesh: Mesh) -> list[tuple[float, range, range]]:
-        """Ranks of two neighbours in the order of a pipeline: in a node, in two, and in two pools,
-        each with the share of all neighbours that lie so."""
-        cluster, devices = self.cluster, mesh.devices
-        node, pool = cluster.devices_per_node, cluster.pool_devices
-        # of the stages that share a node in pipeline order, one sends to the next node
-        apart = min(1.0, devices / node) if cluster.num_nodes > 1 else 0.0
-        if mesh.spread > 1:  # so many neighbours lie in one node
-            apart = 1.0 / mesh.spread
-        far = min(apart, devices / pool) if cluster.num_pools > 1 else 0.0
-        inside = min(devices, max(1, node // 2))
-        pairs = [(1 - apart, range(inside), range(inside, 2 * inside))]
-        for share, length in ((apart - far, node), (far, pool)):
-            border = max(length, devices)
-            pairs.append((share, range(border - devices, border), range(border, border + devices)))
-        return [pair for pair in pairs if pair[0]]
+    def hops(self, mesh: Mesh, pipeline: Pipeline) -> Hops:
+        """What lies between each of a copy's equal stages and the next; None where both are on one
+        device group."""
+
+        def found() -> Hops:
+            pairs = pairwise(pipeline.device_of[: pipeline.num_stages // pipeline.record.copies])
+            return tuple(self._hop(mesh, a, b) if a != b else None for a, b in pairs)
+
+        of = pipeline._replace(num_microbatches=pipeline.slices)
+        return self._known.hops.of((mesh, of), found)
+
+    def _hop(self, mesh: Mesh, here: int, there: int) -> Hop:
+        ends, on = (mesh.ranks_of(here), mesh.ranks_of(there)), self.cluster
+        over_pools = on.num_pools > 1 and crosses_node(*ends, on.pool_devices)
+        return Hop(crosses_node(*ends, on.devices_per_node), over_pools)
+
+    def _neighbours(self, mesh: Mesh) -> Neighbours:
+        """The neighbours in the order of a pipeline: their hops, with the share of all that lie so,
+        and the ranks of two of them; last what lies between the two ends alone."""
+
+        def found() -> Neighbours:
+            groups = self.cluster.num_devices // mesh.devices
+            hops = [self._hop(mesh, k, (k + 1) % groups) for k in range(groups)]
+            count = Counter(hops[:-1])
+            return {
+                hop: (count[hop] / (groups - 1), mesh.ranks_of(k), mesh.ranks_of((k + 1) % groups))
+                for hop in dict.fromkeys(hops)
+                if groups > 1
+                for k in (hops.index(hop),)
+            }
+
+        return self._known.neighbours.of(mesh, found)
 
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:

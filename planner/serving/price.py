@@ -150,7 +150,7 @@ class Forwards:
         chain = self.chain(tp)
         states = zip(chain.cuts, chain.states, strict=True)
         split = [of_cut[s].sharded for of_cut, s in states]
-        return float(self.coster.send_seconds(self.setting(tp, tokens), split)[0][cut])
+        return float(self.coster.send_seconds(self.setting(tp, tokens), split)[cut])
 
     def passing_bytes(self, tp: int, tokens: float) -> float:
         """Bytes of the values that the largest operator reads and makes of so many tokens, twice:

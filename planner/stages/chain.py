@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.graph import Block
+from meshwright.costmodel.kernels import Hop, Hops
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.sharding import Assignment, Placement, translate
 from meshwright.costmodel.stages import Floats, Sums
@@ -81,11 +83,11 @@ class Chain:
     recompute policies that the user decided; blocks of one of the `kinds`, numbered from 0 in the
     order of their first, have both and the numbers of states at their ends in common. `cuts` are
     the states that each of the K+1 boundaries may have, `sends` gives the seconds (K+1,) to send
-    the activations there, split over the tensor axis or not, on average and over the slowest link.
-    Parameters that several blocks read are `stored` in one state; `shared` has, of each, which
-    blocks read it and the sums and seconds of one copy. `price` gives the sums of a block between
-    two boundary states. Stages start and end `at` C of the boundaries; the blocks between two of
-    those are a piece.
+    the activations there, split over the tensor axis or not, on average or over a hop
+    (`StageCoster.send_seconds`). Parameters that several blocks read are `stored` in one state;
+    `shared` has, of each, which blocks read it and the sums and seconds of one copy. `price` gives
+    the sums of a block between two boundary states. Stages start and end `at` C of the boundaries;
+    the blocks between two of those are a piece.
     """
 
     setting: Setting
@@ -97,7 +99,7 @@ class Chain:
     kinds: Sequence[int]
     cuts: Sequence[Sequence[Placement]]
     stored: Mapping[str, Placement]
-    sends: Callable[[Sequence[bool]], tuple[Floats, Floats]]
+    sends: Callable[[Sequence[bool], Hop | None], Floats]
     shared: Sequence[tuple[Sequence[bool], Sums, float]]
     price: Callable[[BlockTable, tuple[int, ...]], Sums]
     # kind of block and its two boundary states: its sums
@@ -106,8 +108,8 @@ class Chain:
     _assignments: dict[tuple[int, int, int], Assignment] = field(default_factory=dict, init=False)
     _kinds: dict[int, Kind] = field(default_factory=dict, init=False)
     _typical: dict[int, Sums] = field(default_factory=dict, init=False)
-    # by stages
-    _typical_sends: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    _sends: Memo[Hop | None, Floats] = field(default_factory=Memo, init=False)
+    _typical_sends: Memo[Hops, tuple[float, float]] = field(default_factory=Memo, init=False)
 
     @cached_property
     def costs(self) -> list[Floats]:
@@ -118,17 +120,20 @@ class Chain:
                 matrices.append(_matrix(table, len(self.cuts[j]), len(self.cuts[j + 1])))
         return [matrices[kind] for kind in self.kinds]
 
-    def typical_send_s(self, stages: int) -> tuple[float, float]:
-        """Seconds of the mean send between so many stages in a row, each cut at the cheapest
-        boundary within half a stage of where even stages end, and of one over the slowest link."""
-        if stages not in self._typical_sends:
-            at, size = np.array(self.at), len(self.blocks) / stages
-            off = np.abs(at[None] - size * np.arange(1, max(stages, 2))[:, None])  # (stages - 1, C)
+    def typical_sends_s(self, hops: Hops) -> tuple[float, float]:
+        """Seconds that a micro-batch is sent from the first of these stages to the last, and of the
+        longest of its messages. Each stage is cut at the cheapest boundary within half a stage of
+        where even ones end; there is no `Hop` between those of one device group."""
+
+        def found() -> tuple[float, float]:
+            at, size = np.array(self.at), len(self.blocks) / (len(hops) + 1)
+            off = np.abs(at[None] - size * np.arange(1, len(hops) + 1)[:, None])  # (hops, C)
             near = off <= np.maximum(size / 2, off.min(axis=1, keepdims=True))
-            of_links = (np.where(near, s[at], np.inf).min(axis=1) for s in self.sends_s)
-            mean_s, longest_s = (float(least_s.mean()) for least_s in of_links)
-            self._typical_sends[stages] = mean_s, longest_s
-        return self._typical_sends[stages]
+            sends = np.array([self.sends_s(hop)[at] if hop else 0.0 * at for hop in hops])
+            least_s = np.where(near, sends, np.inf).min(axis=1)
+            return float(least_s.sum()), float(least_s.max())
+
+        return self._typical_sends.of(hops, found) if hops else (0.0, 0.0)
 
     # --- the whole model, roughly ---
 
@@ -312,17 +317,16 @@ class Chain:
         pairs = pairwise(self.states)
         return np.array([self.costs[j][s, t] for j, (s, t) in enumerate(pairs)])
 
-    @cached_property
-    def sends_s(self) -> tuple[Floats, Floats]:
-        """(K+1,) each: seconds to send the activations at each boundary, in the state of the path:
-        on average, and over the slowest link."""
-        states = zip(self.cuts, self.states, strict=True)
-        return self.sends([of_cut[s].sharded for of_cut, s in states])
-
     @property
     def send_s(self) -> Floats:
-        """(K+1,): seconds to send the activations at each boundary, on average."""
-        return self.sends_s[0]
+        """(K+1,): seconds to send the activations at each boundary, in the state of the path, on
+        average over all neighbours."""
+        return self.sends_s(None)
+
+    def sends_s(self, hop: Hop | None) -> Floats:
+        """`send_s`, or what is sent over a hop at least."""
+        states = zip(self.cuts, self.states, strict=True)
+        return self._sends.of(hop, lambda: self.sends([c[s].sharded for c, s in states], hop))
 
     @cached_property
     def _of_blocks(self) -> Sums:

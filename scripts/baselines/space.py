@@ -22,7 +22,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline
 from meshwright.planner.drafts import priced_fits
-from meshwright.planner.drafts.candidates import place_stages, spread_ranks
+from meshwright.planner.drafts.candidates import place_stages
 from meshwright.planner.overrides import Overrides, check_plan_for
 from meshwright.planner.plan import (
     Plan,
@@ -204,7 +204,7 @@ class PlanSpace:
 
     def _ranks(self, meshes: Sequence[Mesh]) -> list[tuple[int, ...]]:
         if meshes[0].spread > 1:
-            return [spread_ranks(mesh, group) for group, mesh in enumerate(meshes)]
+            return [mesh.ranks_of(group) for group, mesh in enumerate(meshes)]
         return place_stages([mesh.devices for mesh in meshes], self.problem.cluster)
 
     def _stage(

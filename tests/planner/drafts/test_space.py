@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharing import Sharing
-from meshwright.planner.drafts.candidates import place_stages, spread_ranks
+from meshwright.planner.drafts.candidates import place_stages
 from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, MIN_CONTEXT, Space
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
@@ -319,7 +319,7 @@ def test_a_pipeline_inside_the_nodes_uses_every_rank_once(nodes: int, node: int)
     for groups in here.stage_counts():
         for mesh in here.meshes(nodes * node // groups, 1):
             for placed in here.placements(mesh, groups):
-                ranks = [spread_ranks(placed, group) for group in range(groups)]
+                ranks = [placed.ranks_of(group) for group in range(groups)]
                 assert sorted(r for own in ranks for r in own) == list(range(nodes * node))
                 inner = placed.tp * placed.cp
                 for group, own in enumerate(ranks):

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from meshwright.costmodel.kernels import Hop
 from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.schedules import Pipeline
@@ -138,37 +139,76 @@ def test_what_crosses_a_cut_is_sent() -> None:
     )
 
 
-def test_stages_smaller_than_a_node_cross_nodes_in_proportion() -> None:
-    """Of two stages that fill a node one sends to the next node; a stage of a node always does."""
+def test_of_stages_that_fill_nodes_the_last_sends_to_the_next_node() -> None:
+    """Between eight stages on two nodes one of seven messages crosses, between two the only one."""
     of, on = case("llama"), cluster(4, nodes=2, bandwidth=1e10, node_bandwidth=1e8)
-    coster = StageCoster(problem_of(of, on, "fp32"))
-    for devices, share in ((1, 0.25), (2, 0.5), (4, 1.0), (8, 1.0)):
+    coster, not_split = StageCoster(problem_of(of, on, "fp32")), [False] * 6
+    for devices, share in ((1, 1 / 7), (2, 1 / 3), (4, 1.0)):
         setting = coster.setting(Mesh(dp=devices, tp=1), Batch(rows=1, microbatches=MICROBATCHES))
         far, near = (
-            p2p_time(16 * 32 * 4, on, crosses_node=crosses, concurrent=min(devices, 4))
+            p2p_time(16 * 32 * 4, on, crosses_node=crosses, concurrent=devices)
             for crosses in (True, False)
         )
-        sent = coster.send_seconds(setting, [False] * (len(of.graph.blocks) + 1))[0][2]
+        sent = coster.send_seconds(setting, not_split)[2]
         assert sent == pytest.approx(share * far + (1 - share) * near)
+    alone = coster.setting(Mesh(dp=8, tp=1), Batch(rows=1, microbatches=MICROBATCHES))
+    assert not coster.send_seconds(alone, not_split).any()
 
 
-def test_stages_smaller_than_a_pool_cross_pools_in_proportion() -> None:
-    """Four nodes of four devices in two pools: of the stages of a pool one sends to the other."""
+def test_of_stages_that_fill_pools_one_sends_to_the_other_pool() -> None:
+    """Four nodes of four devices in two pools."""
     of, on = case("llama"), cluster(4, nodes=4, bandwidth=1e10, node_bandwidth=1e8)
     link = dataclasses.replace(on.inter_link, bandwidth=1e6, latency_s=0.01)
     on = dataclasses.replace(on, num_pools=2, pool_link=link)
-    coster = StageCoster(problem_of(of, on, "fp32"))
-    nbytes, not_split = 16 * 32 * 4, [False] * (len(of.graph.blocks) + 1)
-    for devices, node, pool in ((1, 1 / 4, 1 / 8), (2, 1 / 2, 1 / 4), (4, 1, 1 / 2), (8, 1, 1)):
+    coster, not_split = StageCoster(problem_of(of, on, "fp32")), [False] * 6
+    for devices, inside, near, far in ((1, 12, 2, 1), (2, 4, 2, 1), (4, 0, 2, 1), (8, 0, 0, 1)):
         setting = coster.setting(Mesh(dp=devices, tp=1), Batch(rows=1, microbatches=MICROBATCHES))
-        inside, near, far = (
-            p2p_time(
-                nbytes, on, crosses_node=crosses, concurrent=min(devices, 4),
-                over_pools=devices * leaves,
+        seconds = {
+            Hop(*hop): p2p_time(
+                16 * 32 * 4, on, crosses_node=hop[0], concurrent=min(devices, 4),
+                over_pools=devices * hop[1],
             )
-            for crosses, leaves in ((False, False), (True, False), (True, True))
-        )  # fmt: skip
-        mean_s, longest_s = coster.send_seconds(setting, not_split)
-        shared_out = (1 - node) * inside + (node - pool) * near + pool * far
-        assert mean_s[2] == pytest.approx(shared_out)
-        assert longest_s[2] == pytest.approx(far)
+            for hop in ((False, False), (True, False), (True, True))
+        }  # fmt: skip
+        counts = zip(seconds.values(), (inside, near, far), strict=True)
+        mean_s = sum(each * count for each, count in counts) / (inside + near + far)
+        assert coster.send_seconds(setting, not_split)[2] == pytest.approx(mean_s)
+        hops = coster.hops(setting.mesh, Pipeline("1f1b", 16 // devices, 4, 16 // devices))
+        assert [*map(hops.count, seconds)] == [inside, near, far]
+        for hop in filter(None, {*hops}):
+            sent = coster.send_seconds(setting, not_split, hop)[2]
+            assert sent == pytest.approx(seconds[hop])
+
+
+def test_messages_of_spread_stages_stay_in_their_nodes() -> None:
+    """Two nodes of four; each of four stages has a device on both."""
+    on = cluster(4, nodes=2, node_bandwidth=1e6)
+    coster = StageCoster(problem_of(case("llama"), on, "fp32"))
+    pipeline = Pipeline("interleaved_1f1b", 8, 4, 4)
+    assert coster.hops(Mesh(dp=2, tp=1, spread=4), pipeline) == (Hop(False, False),) * 7
+    assert coster.hops(Mesh(dp=2, tp=1), pipeline)[1:4] == (
+        Hop(True, False),
+        Hop(False, False),
+        Hop(True, False),
+    )
+    turned = coster.hops(Mesh(dp=2, tp=1), Pipeline("zb_v", 8, 4, 4))
+    assert [hop and hop.over_nodes for hop in turned] == [
+        False,
+        True,
+        False,
+        None,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_what_skips_a_stage_is_not_sent_between_neighbours() -> None:
+    """Of a cut, what the block before makes and the next one reads is sent at least."""
+    coster = StageCoster(problem_of(case("t5"), cluster(4), "fp32"))
+    setting = coster.setting(Mesh(dp=2, tp=1), Batch(rows=1, microbatches=MICROBATCHES))
+    not_split = [False] * (len(coster.graph.blocks) + 1)
+    least_s = coster.send_seconds(setting, not_split, Hop(False, False))
+    all_s = coster.send_seconds(setting, not_split)
+    assert (least_s <= all_s).all() and (least_s < all_s).any()
+    assert not (least_s[0] or least_s[-1])
