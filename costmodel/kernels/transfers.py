@@ -58,7 +58,7 @@ def send_seconds(
 
 
 class Hop(NamedTuple):
-    """What a message from one device group to another crosses, for some rank."""
+    """Borders that a message from one device group to another crosses, for some rank."""
 
     over_nodes: bool
     over_pools: bool

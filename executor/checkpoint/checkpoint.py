@@ -63,6 +63,7 @@ from meshwright.executor.files import (
     read_tensors,
     write_tensors,
 )
+from meshwright.executor.parameters.compression import REMEMBERED
 from meshwright.executor.ranks import (
     BESIDE,
     Background,
@@ -82,9 +83,10 @@ from meshwright.profiles.inputs import ArgumentError, shown
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = "meshwright.remembered"  # beside the user's objects
 # what a rank's part of a parameter depends on, of its stage
-_LAYOUT = ("blocks", "ranks", "mesh", *(f.name for f in fields(Sharing)), "shardings")
+_LAYOUT = (
+    *("blocks", "ranks", "dp", "tp", "cp", "ep"), *(f.name for f in fields(Sharing)), "shardings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ from meshwright.costmodel.compressed import Compression, as_matrix
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.resharding import Axis, all_gather_flat
 
+REMEMBERED = "meshwright.compressed"  # the memories, beside the user's objects in a checkpoint
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Memory:

@@ -408,8 +408,8 @@ class StageCoster:
         return np.array([known[send] for send in sends])
 
     def hops(self, mesh: Mesh, pipeline: Pipeline) -> Hops:
-        """What lies between each of a copy's equal stages and the next; None where both are on one
-        device group."""
+        """The hop from each of a copy's equal stages to the next; None where both are on one device
+        group."""
 
         def found() -> Hops:
             pairs = pairwise(pipeline.device_of[: pipeline.num_stages // pipeline.record.copies])

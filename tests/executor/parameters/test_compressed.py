@@ -22,7 +22,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from meshwright.costmodel.compressed import Compression, compression
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.errors import BatchError
-from meshwright.executor.parameters.compression import CompressedSum, Memory, first_factor
+from meshwright.executor.parameters.compression import (
+    REMEMBERED,
+    CompressedSum,
+    Memory,
+    first_factor,
+)
 from meshwright.executor.parameters.parameters import local_of
 from meshwright.executor.ranks import launch, replicas
 from meshwright.executor.resharding import Axis
@@ -352,14 +357,14 @@ def resumes(folder: Path) -> list[Any]:
         assert torch.equal(again.full_state_dict()[name], x)
     first = launch.rank() == 0
     other, plain = replace(run, meshes=((2, 2),)), replace(run, compressed="none")
-    for change, differs in ((other, "(mesh"), (plain, "(compressed)")):
+    for change, differs in ((other, "(dp, tp"), (plain, "(compressed)")):
         elsewhere, optimizer, warned = loaded(change, folder / "saved")
         assert [differs in line and "dropped" in line for line in warned] == [True] * first, warned
         assert change is plain or not remembers(elsewhere)
         assert change.step(elsewhere, optimizer, 2) == pytest.approx(whole[0], rel=1e-5)
         assert change is plain or remembers(elsewhere)
-    with pytest.raises(ArgumentError, match=r"has the name 'meshwright.remembered'"):
-        checkpoint.save(runtime, folder / "named", extra={checkpoint.REMEMBERED: optimizer})
+    with pytest.raises(ArgumentError, match=r"has the name 'meshwright.compressed'"):
+        checkpoint.save(runtime, folder / "named", extra={REMEMBERED: optimizer})
     checkpoint.save(elsewhere, folder / "plain", optimizer)
     anew, _, warned = loaded(run, folder / "plain")
     assert not (warned or remembers(anew))  # it had no errors to be dropped
