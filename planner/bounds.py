@@ -103,9 +103,9 @@ class Bounds:
         held: tuple[Floats, float],
         start_s: float,
     ) -> float:
-        """Bound where no more than h of the m micro-batches, in all copies of the model together,
-        are under way at once, each through all stages there and back: m (Σ t + sends) <= h T; and where each device has one stage, which
-        waits for those before it."""
+        """Bound where no more than h of the m micro-batches, of all copies of the model, are under
+        way at once, each through all stages there and back: m (Σ t + sends) <= h T; and where each
+        device has one stage, which waits for those before it."""
         (m, p, per_device), bound_s = one.pipeline.shape, start_s
         first = in_flight(one.pipeline, 0) * one.pipeline.record.copies
         kinds: list[tuple[Floats, float, float]] = [(early, first / m, 2 * self._sent_s(one))]
