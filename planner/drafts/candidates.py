@@ -134,7 +134,7 @@ def _slices(
         return ()
     slowest = max(stages, key=lambda d: d.costs.forward_s + d.costs.backward_s)
     blocks = coster.graph.blocks[slowest.start : slowest.stop]
-    attention = attention_part(coster, slowest.setup.setting, blocks, slowest.costs)
+    attention = attention_part(coster.pricer(slowest.setup.setting), blocks, slowest.costs)
     multiple = tensor_multiple(d.setup.mesh.tp for d in stages)
     return even_work(coster.problem.factors.length, pipeline.slices, attention, multiple)
 

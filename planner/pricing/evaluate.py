@@ -145,7 +145,8 @@ class Evaluation:
     which each stage's `reduce_s` has its part; the activations that are sent `split` over the
     tensor axis; what replicas exchange at a `meeting`, and its seconds, where there are several, of
     the first of which all but the prediction is; the stages as they were walked, where their
-    shardings were asked; and the exchange through parameter servers, where there are any."""
+    shardings were asked; the exchange through parameter servers, where there are any; and the
+    `works` of each token slice on each stage."""
 
     plan: Plan
     prediction: Prediction
@@ -160,6 +161,7 @@ class Evaluation:
     meeting_s: float = 0.0
     priced: tuple[PricedStage, ...] = field(default=(), repr=False)
     served: Served | None = None
+    works: Sequence[Sequence[SliceWork]] = ()
 
     @property
     def meetings_s(self) -> float:
@@ -380,6 +382,7 @@ def price_stages(
         transfers=transfers,
         exchanges=exchanged,
         split=split,
+        works=works,
     )
 
 

@@ -40,6 +40,7 @@ from meshwright.planner.pricing.copies import with_exchanges
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segment_costs import stage_recompute
+from meshwright.planner.pricing.slice_work import attention_part, works_on_stages
 from meshwright.planner.pricing.stage_costs import Entered
 from meshwright.profiles.profile import Profile
 from meshwright.profiles.steps import COMPONENTS, HOST, NO_CORRECTIONS, STEP
@@ -300,7 +301,9 @@ class Ledger:
         if not sent:
             return
         nothing = dict.fromkeys(evaluation.transfers, 0.0)
-        _, without_s, _ = simulated(evaluation.plan, problem, evaluation.stages, nothing)
+        _, without_s, _ = simulated(
+            evaluation.plan, problem, evaluation.stages, nothing, evaluation.works
+        )
         more_s = evaluation.prediction.step_time_s - without_s
         share = max(0.0, more_s) / sum(entry.seconds for entry in sent.values()) / 2
         for edge, entry in sent.items():
@@ -383,8 +386,10 @@ def _terms_with(larger: _Larger, evaluation: Evaluation, problem: Problem) -> di
     plan = evaluation.plan
     exchanged = {k: larger.entry(entry) for k, entry in evaluation.exchanges.items()}
     stages = with_exchanges([larger.stage(priced) for priced in evaluation.priced], exchanged)
+    pairs = zip(evaluation.priced, stages, strict=True)
+    works = works_on_stages(plan.slices, [larger.attention(*pair) for pair in pairs])
     sends = {edge: larger.entry(entry).seconds for edge, entry in evaluation.transfers.items()}
-    return _terms(plan, stages, simulated(plan, problem, stages, sends)[1])
+    return _terms(plan, stages, simulated(plan, problem, stages, sends, works)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +439,11 @@ class _Larger:
         sums = priced.sums.costing(total([*passes, self.parameters(pricer, stored)]), {})
         priced = replace(priced, blocks=blocks)
         return of_one(stage_costs(sums, priced.setting, stage_recompute(priced), sent_of(priced)))
+
+    def attention(self, priced: PricedStage, costs: StageCosts[float]) -> float:
+        """The part of a stage's seconds that its causal attention takes."""
+        blocks, cost_of = (b.block for b in priced.blocks), partial(self.step, priced.pricer)
+        return attention_part(priced.pricer, blocks, costs, cost_of)
 
     def _block(self, pricer: Pricer, block: Entered, policy: str, passes: Cost) -> Entered:
         again = {}

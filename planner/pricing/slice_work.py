@@ -16,7 +16,7 @@ in c·N² steps; the search over numbers of micro-batches has c.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.rules import is_causal, traits_of
 from meshwright.costmodel.schedules import (
     Action,
@@ -35,7 +35,7 @@ from meshwright.costmodel.schedules import (
     compute_orders,
     fewest_alike,
 )
-from meshwright.costmodel.sharding import replicated
+from meshwright.costmodel.sharding import Run, replicated
 from meshwright.costmodel.stages import Floats, StageCosts
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -111,18 +111,21 @@ def _even_work(length: int, count: int, attention: float, multiple: int) -> tupl
 
 
 def attention_part(
-    coster: StageCoster, setting: Setting, blocks: Iterable[Block], costs: StageCosts[float]
+    pricer: Pricer,
+    blocks: Iterable[Block],
+    costs: StageCosts[float],
+    cost_of: Callable[[Run], Cost] | None = None,
 ) -> float:
     """The part of a stage's seconds that its causal attention takes, its heads shared out evenly
-    over the tensor axis."""
-    pricer, seconds = coster.pricer(setting), 0.0
+    over the tensor axis; of operators that cost as `pricer` says, or `cost_of`."""
+    cost_of, seconds = cost_of or pricer.step_cost, 0.0
     for block in blocks:
         for op in block.ops:
             if traits_of(op).kernel == "attention" and is_causal(op):
-                cost = pricer.op_cost(op, replicated(op))
+                cost = cost_of(Run(op, replicated(op)))
                 seconds += cost.forward_s + cost.backward_s
     whole = costs.forward_s + costs.backward_s
-    return min(MOST, seconds / setting.mesh.tp / whole) if whole else 0.0
+    return min(MOST, seconds / pricer.setting.mesh.tp / whole) if whole else 0.0
 
 
 def works_of_slices(
@@ -131,14 +134,17 @@ def works_of_slices(
     """The work of each slice on each stage of a plan; none where micro-batches are whole."""
     if not plan.slices:
         return []
-    blocks = {block.name: block for block in coster.graph.blocks}
-    on_stages = []
+    blocks, parts = {block.name: block for block in coster.graph.blocks}, []
     for k, (stage, costs) in enumerate(zip(plan.stages, stages, strict=True)):
-        of_stage = [blocks[name] for name in stage.blocks]
-        setting = stage_setting(plan, k, coster)
-        part = attention_part(coster, setting, of_stage, costs)
-        on_stages.append(slice_works(plan.slices, part))
-    return [list(of_slice) for of_slice in zip(*on_stages, strict=True)]
+        pricer = coster.pricer(stage_setting(plan, k, coster))
+        parts.append(attention_part(pricer, [blocks[name] for name in stage.blocks], costs))
+    return works_on_stages(plan.slices, parts)
+
+
+def works_on_stages(sizes: Sequence[int], parts: Sequence[float]) -> list[list[SliceWork]]:
+    """The work of each slice on each stage, of which attention is these parts."""
+    works = [slice_works(sizes, part) for part in parts]
+    return [list(of_slice) for of_slice in zip(*works, strict=True)] if sizes else []
 
 
 def held_more(

@@ -31,6 +31,7 @@ llama  cp2xdp2      1f1b m2 ring
 llama  pp2          dualpipe m4
 moe    dp4          1f1b m2 zero2
 resnet dp2          1f1b m2
+llama  pp2          1f1b m2 slices8+8
 """
 
 
@@ -58,7 +59,7 @@ def corrected(evaluator: Evaluator, plan: Plan, factors: Mapping[str, float]) ->
     return terms_of(Evaluator(replace(own, profile=profile)).price(plan))
 
 
-FIRST = ("zero3", "ring", "resnet")
+FIRST = ("zero3", "ring", "resnet", "slices")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ FIRST = ("zero3", "ring", "resnet")
     tiered(
         HIDDEN.strip().splitlines(),
         lambda line: any(word in line for word in FIRST),
-        "ZeRO and segments, a ring and statistics stay of what hides",
+        "ZeRO and segments, a ring, statistics and slices stay of what hides",
     ),
 )
 def test_parts_are_what_a_tiny_correction_changes(line: str) -> None:
