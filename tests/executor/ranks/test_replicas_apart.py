@@ -39,6 +39,7 @@ def test_waiting_is_no_phase_of_its_own() -> None:
     assert progress.phases_begun == begun + 1
 
 
+@second_tier("a lost rank of one group ends the others in test_faults")
 def test_a_lost_replica_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(process_group.TIMEOUT_VARIABLE, "60")
     ended = launch(WORKER, "killed", "0.1", ranks=2, timeout_s=120, grace_s=40)

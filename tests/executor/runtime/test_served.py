@@ -213,7 +213,13 @@ RUNS = (
 )
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run",
+    tiered(
+        RUNS, RUNS[1:4].__contains__, "one server and two, with staleness and without, stay",
+        lambda run: run.name,
+    ),
+)  # fmt: skip
 def test_training_is_the_recorded_pushes_on_one_device(run: Run) -> None:
     state, losses, records = on_ranks(run.ranks, trained, run)
     if not run.staleness:
@@ -294,7 +300,10 @@ def ringed(plan: Plan, precision: str, local: bool) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("precision", "local"), [("fp32", True), ("bf16", False)])
+@pytest.mark.parametrize(
+    ("precision", "local"),
+    [("fp32", True), pytest.param("bf16", False, marks=second_tier("fp32 and own rows stay"))],
+)
 def test_synchronous_servers_train_as_a_ring_does(precision: str, local: bool) -> None:
     torch.manual_seed(0)
     graph, _ = tiny.cut(Dropping(), precision=precision)
@@ -560,6 +569,7 @@ def test_a_straggler_stops_others_at_the_bound_alone() -> None:
         assert (fast_s >= SLEEP_S) is waits, fast_s
 
 
+@second_tier("the others of a worker that is killed end in order")
 def test_a_script_that_just_ends_ends_in_order(tmp_path: Path) -> None:
     run, found = failing("unstopped", 1, tmp_path)
     assert run.ok, run.tail()

@@ -99,7 +99,7 @@ def test_apart_trains_as_one_device(cell: Apart) -> None:
     assert_equal(on_ranks(plan.num_ranks, compared, cell, plan, of), "fp32")
 
 
-@pytest.mark.parametrize("cell", CELLS[:2], ids=str)
+@pytest.mark.parametrize("cell", tiered(CELLS[:2], CELLS[1].__eq__, "1f1b stays of two schedules"))
 def test_rehearsed_ranks_do_send_and_hold_what_is_priced(cell: Apart) -> None:
     of = traced(TOWERS[cell.case], ROWS // cell.microbatches)
     plan = cell.plan(of)

@@ -24,6 +24,7 @@ from meshwright.profiles.cluster import Cluster
 from tests.helpers import tiny
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cut, odd_cluster, problem_of
+from tests.helpers.tiers import tiered
 from tests.models.models import CASES, traced
 from tests.models.tower_models import CLASSES, PIXELS, TOKENS, VOCAB, Pairs, Towers
 
@@ -91,7 +92,9 @@ def every_plan(problem: Problem, branches: Sequence[range]) -> Iterator[Plan]:
                     yield replace(plan, branches=depths(plan, graph))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", tiered(range(12), (0, 11).__contains__, "two of twelve random instances stay")
+)
 def test_the_search_is_as_fast_as_every_placement(seed: int) -> None:
     of = towers(layers=[(1, 1), (2, 1), (1, 2)][seed % 3])
     problem = problem_of(of, odd_cluster(seed, 4), "fp32")
@@ -223,7 +226,12 @@ def test_a_shape_is_told_from_its_depths(
     assert shapes_of(deep, len(branches)) == [shape]
 
 
-@pytest.mark.parametrize("deep", [deep for *_, trunk, _, deep in SHAPES if trunk == 1])
+ASKED_FOR = [deep for *_, trunk, _, deep in SHAPES if trunk == 1]
+
+
+@pytest.mark.parametrize(
+    "deep", tiered(ASKED_FOR, ASKED_FOR[0].__eq__, "what depths mean stays for every shape")
+)
 def test_depths_without_pp_give_a_plan_of_that_shape(deep: tuple[int, ...]) -> None:
     """Among many devices, where ten better shares are of other shapes."""
     problem = problem_of(towers(layers=(2, 2)), slow(8, 1e5), "fp32")
@@ -259,7 +267,9 @@ def test_a_branch_that_is_not_trained_is_named() -> None:
     assert not Search(problem, 4, Overrides(tp=1)).run().best.plan.branches
 
 
-@pytest.mark.parametrize("said", [(), (2, 1), (2, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "said", tiered([(), (2, 1), (2, 1, 1, 1)], (2, 1).__eq__, "one wrong number of depths stays")
+)
 def test_stages_that_share_devices_say_how_deep_each_is(said: tuple[int, ...]) -> None:
     problem = problem_of(towers(), slow(2, 1e5), "fp32")
     plan = Search(problem, 4, replace(ASKED, pp=2)).run().best.plan

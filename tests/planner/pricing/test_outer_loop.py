@@ -17,6 +17,7 @@ from meshwright.planner.plan.plan import OuterLoop, Plan, PlanError
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.cluster import Cluster, Link
 from tests.helpers import tiny
+from tests.helpers.tiers import second_tier
 
 ONE = Cluster.from_catalog("h100-sxm", num_nodes=2)
 SITES = replace(ONE, num_pools=2, pool_link=Link(name="WAN", latency_s=0.02, bandwidth=1.25e7))
@@ -90,14 +91,19 @@ def test_fragments_meet_at_steps_of_their_own(
     assert {steps: due[steps] for steps in due if steps in met or steps < 9} == met
 
 
+OTHERS = second_tier("where replicas pay, where not, and where they are asked for stays")
+
+
 @pytest.mark.parametrize(
     ("cluster", "asked", "replicas"),
     [
         (SITES, {"allow": ["replicas"]}, 2),
-        (SITES, {}, 1),
+        pytest.param(SITES, {}, 1, marks=OTHERS),
         (ONE, {"allow": ["replicas"]}, 1),
         (ONE, {"overrides": Overrides(replicas=2, sync_every=9, outer_bits=8)}, 2),
-        (SITES, {"allow": ["replicas"], "overrides": Overrides(replicas=1)}, 1),
+        pytest.param(
+            SITES, {"allow": ["replicas"], "overrides": Overrides(replicas=1)}, 1, marks=OTHERS
+        ),
     ],
 )
 def test_the_search_takes_replicas_where_they_pay(
