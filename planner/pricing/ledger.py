@@ -387,7 +387,7 @@ def _terms_with(larger: _Larger, evaluation: Evaluation, problem: Problem) -> di
     exchanged = {k: larger.entry(entry) for k, entry in evaluation.exchanges.items()}
     stages = with_exchanges([larger.stage(priced) for priced in evaluation.priced], exchanged)
     pairs = zip(evaluation.priced, stages, strict=True)
-    works = works_on_stages(plan.slices, [larger.attention(*pair) for pair in pairs])
+    works = works_on_stages(plan.slices, (larger.attention(*pair) for pair in pairs))
     sends = {edge: larger.entry(entry).seconds for edge, entry in evaluation.transfers.items()}
     return _terms(plan, stages, simulated(plan, problem, stages, sends, works)[1])
 

@@ -16,7 +16,7 @@ in c·N² steps; the search over numbers of micro-batches has c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -132,19 +132,23 @@ def works_of_slices(
     plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]]
 ) -> list[list[SliceWork]]:
     """The work of each slice on each stage of a plan; none where micro-batches are whole."""
-    if not plan.slices:
+
+    def parts() -> Iterator[float]:
+        blocks = {block.name: block for block in coster.graph.blocks}
+        for k, (stage, costs) in enumerate(zip(plan.stages, stages, strict=True)):
+            pricer = coster.pricer(stage_setting(plan, k, coster))
+            yield attention_part(pricer, [blocks[name] for name in stage.blocks], costs)
+
+    return works_on_stages(plan.slices, parts())
+
+
+def works_on_stages(sizes: Sequence[int], parts: Iterable[float]) -> list[list[SliceWork]]:
+    """The work of each slice on each stage, of which attention is these parts; none, and no part
+    is asked for, where micro-batches are whole."""
+    if not sizes:
         return []
-    blocks, parts = {block.name: block for block in coster.graph.blocks}, []
-    for k, (stage, costs) in enumerate(zip(plan.stages, stages, strict=True)):
-        pricer = coster.pricer(stage_setting(plan, k, coster))
-        parts.append(attention_part(pricer, [blocks[name] for name in stage.blocks], costs))
-    return works_on_stages(plan.slices, parts)
-
-
-def works_on_stages(sizes: Sequence[int], parts: Sequence[float]) -> list[list[SliceWork]]:
-    """The work of each slice on each stage, of which attention is these parts."""
     works = [slice_works(sizes, part) for part in parts]
-    return [list(of_slice) for of_slice in zip(*works, strict=True)] if sizes else []
+    return [list(of_slice) for of_slice in zip(*works, strict=True)]
 
 
 def held_more(

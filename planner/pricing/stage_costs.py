@@ -394,13 +394,13 @@ class StageCoster:
             lambda: [sum(map(pricer.nbytes, names)) for names in values],
         )
         neighbours = self._neighbours(setting.mesh)
-        shares = {hop: 1.0} if hop else {hop: share for hop, (share, *_) in neighbours.items()}
+        shares = {hop: 1.0} if hop else {each: share for each, (share, *_) in neighbours.items()}
 
         def seconds(nbytes: float, in_parts: bool) -> float:
             of_rank = (nbytes / tp, 1) if in_parts else (nbytes, tp)
             return sum(
-                share * self.message_s(of_rank[0], *neighbours[hop][1:], tp=of_rank[1])
-                for hop, share in shares.items()
+                share * self.message_s(of_rank[0], *neighbours[each][1:], tp=of_rank[1])
+                for each, share in shares.items()
             )
 
         sends = [*zip(sent, split, strict=True)]
@@ -429,13 +429,17 @@ class StageCoster:
 
         def found() -> Neighbours:
             groups = self.cluster.num_devices // mesh.devices
-            hops = [self._hop(mesh, k, (k + 1) % groups) for k in range(groups)]
+            if groups == 1:
+                return {}
+            pairs = [*pairwise(range(groups)), (groups - 1, 0)]
+            hops = [self._hop(mesh, *pair) for pair in pairs]
             count = Counter(hops[:-1])
+            of_hop: dict[Hop, tuple[int, int]] = {}
+            for hop, pair in zip(hops, pairs, strict=True):
+                of_hop.setdefault(hop, pair)
             return {
-                hop: (count[hop] / (groups - 1), mesh.ranks_of(k), mesh.ranks_of((k + 1) % groups))
-                for hop in dict.fromkeys(hops)
-                if groups > 1
-                for k in (hops.index(hop),)
+                hop: (count[hop] / (groups - 1), mesh.ranks_of(here), mesh.ranks_of(there))
+                for hop, (here, there) in of_hop.items()
             }
 
         return self._known.neighbours.of(mesh, found)
